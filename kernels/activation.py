@@ -1,0 +1,19 @@
+"""Gated activation of the MLP: silu_mul([gate, up]) = gate * sigmoid(gate) * up (Shazeer 2020, SwiGLU)."""
+
+import torch
+from torch import Tensor
+
+from stepgraph.kernels.registry import register
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """`gate_up [..., 2 I]` (gate first) -> `[..., I]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+silu_mul = register(
+    "silu_mul(Tensor gate_up) -> Tensor",
+    reference=silu_mul_reference,
+    fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+)

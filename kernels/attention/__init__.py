@@ -1,0 +1,15 @@
+"""Attention of a few query tokens per request over a paged KV cache, the same number for every request."""
+
+from stepgraph.kernels.attention.cpu import uniform_decode_attention_cpu
+from stepgraph.kernels.attention.reference import uniform_decode_attention_reference
+from stepgraph.kernels.registry import register
+
+__all__ = ["uniform_decode_attention", "uniform_decode_attention_cpu", "uniform_decode_attention_reference"]
+
+uniform_decode_attention = register(
+    "uniform_decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
+    "float scale, int window, float softcap) -> Tensor",
+    reference=uniform_decode_attention_reference,
+    cpu=uniform_decode_attention_cpu,
+    fake=lambda q, k_cache, v_cache, block_table, seq_lens, scale, window, softcap: q.new_empty(q.shape),
+)

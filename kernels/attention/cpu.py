@@ -1,0 +1,74 @@
+"""Uniform-decode attention on the CPU: each query row attends over exactly the keys it may see.
+
+Every row is a call of its own with the shape a one-token query at that position would have, so that its bits do not depend
+on Q, batch or padding. Lengths are read on the host, which the CPU may do: the op is opaque to a trace.
+"""
+
+import torch
+from torch import Tensor
+
+from stepgraph.kernels.norm import accumulation_dtype
+
+# Beyond this query length (prefill chunks) rows share one call; a chunk's bits may depend on its length.
+MAX_ROWWISE_QUERY = 16
+
+
+def uniform_decode_attention_cpu(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Same contract as `uniform_decode_attention_reference`."""
+    out = torch.zeros_like(q)
+    block_size, query_len = k_cache.shape[1], q.shape[1]
+    capacity = block_table.shape[1] * block_size
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        if seq_len == 0:
+            continue
+        stored = min(seq_len, capacity)
+        blocks = block_table[row, : -(-stored // block_size)]
+        # [blocks, block_size, KV, D] -> [KV, S, D]
+        keys = k_cache[blocks].flatten(0, 1).transpose(0, 1)
+        values = v_cache[blocks].flatten(0, 1).transpose(0, 1)
+        first = seq_len - query_len
+        if query_len > MAX_ROWWISE_QUERY:
+            out[row] = _chunk(q[row], keys[:, :stored], values[:, :stored], first, scale, window, softcap)
+            continue
+        for i in range(max(0, -first), query_len):
+            stop = min(first + i + 1, capacity)
+            start = max(0, first + i + 1 - window) if window > 0 else 0
+            out[row, i] = _one_query(q[row, i], keys[:, start:stop], values[:, start:stop], scale, softcap)
+    return out
+
+
+def _one_query(q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float) -> Tensor:
+    """`q [H, D]` over `keys, values [KV, S, D]`, all of them visible -> `[H, D]`."""
+    if softcap == 0.0 and q.dtype in (torch.float32, torch.float64):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q[None, :, None], keys[None], values[None], scale=scale, enable_gqa=True
+        )[0, :, 0]
+    return _chunk(q[None], keys, values, keys.shape[1] - 1, scale, 0, softcap)[0]
+
+
+def _chunk(q: Tensor, keys: Tensor, values: Tensor, first: int, scale: float, window: int, softcap: float) -> Tensor:
+    """`q [Q, H, D]` whose query 0 sits at position `first`, over `keys, values [KV, S, D]` -> `[Q, H, D]`."""
+    dtype = accumulation_dtype(q.dtype)
+    query_len, heads, head_dim = q.shape
+    grouped = q.to(dtype).view(query_len, keys.shape[0], -1, head_dim).permute(1, 2, 0, 3)  # [KV, G, Q, D]
+    scores = grouped.flatten(1, 2) @ keys.to(dtype).transpose(1, 2) * scale  # [KV, G Q, S]
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    positions = torch.arange(first, first + query_len)[:, None]
+    kv_positions = torch.arange(keys.shape[1])
+    visible = kv_positions <= positions
+    if window > 0:
+        visible &= kv_positions > positions - window
+    scores = scores.view(*grouped.shape[:3], -1).masked_fill(~visible, -torch.inf)
+    weights = scores.softmax(-1).masked_fill(~visible, 0.0)
+    out = weights.flatten(1, 2) @ values.to(dtype)
+    return out.view(*grouped.shape).permute(2, 0, 1, 3).reshape(query_len, heads, head_dim).to(q.dtype)

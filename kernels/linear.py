@@ -1,0 +1,27 @@
+"""Matrix product of decode rows with a weight, with an option that makes each row's bits independent of the row count.
+
+A BLAS picks another blocking for 4 rows than for 1, so the same row can round differently; greedy speculative text then
+differs from plain text at near ties. `invariant` computes each row as the product a one-row call would make.
+"""
+
+import torch
+from torch import Tensor
+
+from stepgraph.kernels.registry import register
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    """`x [..., K]`, `weight [N, K]`, `bias [N]` or None -> `[..., N]` in x's dtype."""
+    if not invariant:
+        return torch.nn.functional.linear(x, weight, bias)
+    rows = x.reshape(-1, 1, x.shape[-1])
+    # Each row is copied out first: an unaligned row could take another path through the BLAS than an aligned one.
+    out = torch.cat([torch.nn.functional.linear(row.clone(), weight, bias) for row in rows])
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+linear = register(
+    "linear(Tensor x, Tensor weight, Tensor? bias, bool invariant) -> Tensor",
+    reference=linear_reference,
+    fake=lambda x, weight, bias, invariant: x.new_empty((*x.shape[:-1], weight.shape[0])),
+)

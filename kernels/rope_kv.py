@@ -1,0 +1,78 @@
+"""Split the fused q, k, v projection, normalise q and k where the family does, rotate them, write k and v to the paged cache.
+
+rotate(x) = [x1 cos − x2 sin, x2 cos + x1 sin],  x1, x2 the two halves of a head  (Su et al. 2021, half-split layout)
+"""
+
+import torch
+from torch import Tensor
+
+from stepgraph.kernels.norm import accumulation_dtype, rms_norm_reference
+from stepgraph.kernels.registry import register
+
+
+def rotate_reference(x: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
+    """`x [B, Q, heads, D]` rotated at `positions [B, Q]`; `rope [P, D]` holds cos then sin. Positions are clamped to P."""
+    cos, sin = rope[positions.clamp(0, rope.shape[0] - 1)].unsqueeze(2).chunk(2, dim=-1)
+    first, second = x.to(accumulation_dtype(x.dtype)).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def write_kv_reference(cache: Tensor, values: Tensor, kv_slots: Tensor) -> None:
+    """Write `values [B, Q, KV, D]` into `cache [blocks, block_size, KV, D]` at `kv_slots [B, Q]`; −1 writes nothing.
+
+    Unwritten rows are sent to slot 0 of the null block (block 0) carrying what that slot holds already, so that the op has a
+    fixed shape and the null block keeps its (finite) contents.
+    """
+    flat = cache.view(-1, *cache.shape[2:])
+    slots, values = kv_slots.reshape(-1), values.reshape(-1, *cache.shape[2:]).to(cache.dtype)
+    written = (slots >= 0)[:, None, None]
+    target = slots.clamp(min=0)
+    flat.index_copy_(0, target, torch.where(written, values, flat[0]))
+
+
+def rope_kv_write_reference(
+    qkv: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    kv_slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    eps: float,
+) -> Tensor:
+    """Rotated queries `[B, Q, H, D]`; keys and values go to the caches.
+
+    Args:
+        qkv: `[B, Q, (H + 2 KV) D]`, heads of q, then k, then v.
+        positions: `[B, Q]` int64.
+        rope: `[P, D]`, cos then sin.
+        kv_slots: `[B, Q]` int64 flat slots, −1 writes nothing.
+        k_cache, v_cache: `[blocks, block_size, KV, D]`, written in place.
+        q_norm, k_norm: `[D]` RMSNorm weights applied to each head before rotation, or None.
+        num_heads: H.
+        eps: of the norms.
+    """
+    kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.view(*qkv.shape[:2], num_heads + 2 * kv_heads, head_dim)
+    q, k, v = heads.split([num_heads, kv_heads, kv_heads], dim=2)
+    if q_norm is not None:
+        q = rms_norm_reference(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm_reference(k, k_norm, eps)
+    write_kv_reference(k_cache, rotate_reference(k, positions, rope), kv_slots)
+    write_kv_reference(v_cache, v, kv_slots)
+    return rotate_reference(q, positions, rope)
+
+
+def _fake(qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps):
+    return qkv.new_empty((*qkv.shape[:2], num_heads, k_cache.shape[3]))
+
+
+rope_kv_write = register(
+    "rope_kv_write(Tensor qkv, Tensor positions, Tensor rope, Tensor kv_slots, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+    "Tensor? q_norm, Tensor? k_norm, int num_heads, float eps) -> Tensor",
+    reference=rope_kv_write_reference,
+    fake=_fake,
+)

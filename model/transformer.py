@@ -1,0 +1,143 @@
+"""The target transformer: Llama, Qwen2 and Qwen3 families, over a paged KV cache, for any fixed query length."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from stepgraph.kernels.activation import silu_mul
+from stepgraph.kernels.attention import uniform_decode_attention
+from stepgraph.kernels.linear import linear
+from stepgraph.kernels.norm import add_rms_norm, rms_norm
+from stepgraph.kernels.rope_kv import rope_kv_write
+from stepgraph.model.config import ModelConfig
+from stepgraph.model.kv_cache import PagedKV
+from stepgraph.model.rope import rope_table
+from stepgraph.model.rows import QueryRows
+
+
+class DecoderLayer(nn.Module):
+    """Weights of one layer. Projections that read the same input are fused: q, k, v in one matrix, gate and up in one.
+
+    `qkv_weight [(H + 2 KV) D, hidden]`, `o_weight [hidden, H D]`, `gate_up_weight [2 I, hidden]`,
+    `down_weight [hidden, I]`; biases, `q_norm [D]` and `k_norm [D]` only where the family has them (else None).
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, empty: Callable[..., nn.Parameter]):
+        super().__init__()
+        self.config, self.window = config, config.layer_windows[layer]
+        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        self.input_norm = empty(hidden)
+        self.qkv_weight = empty(config.qkv_size, hidden)
+        self.qkv_bias = empty(config.qkv_size) if config.qkv_bias else None
+        self.q_norm = empty(config.head_dim) if config.qk_norm else None
+        self.k_norm = empty(config.head_dim) if config.qk_norm else None
+        self.o_weight = empty(hidden, heads)
+        self.o_bias = empty(hidden) if config.output_bias else None
+        self.post_norm = empty(hidden)
+        self.gate_up_weight = empty(2 * inner, hidden)
+        self.gate_up_bias = empty(2 * inner) if config.mlp_bias else None
+        self.down_weight = empty(hidden, inner)
+        self.down_bias = empty(hidden) if config.mlp_bias else None
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rows: QueryRows,
+        kv: tuple[Tensor, Tensor],
+        rope: Tensor,
+        invariant: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """`x [B, Q, hidden]` -> (layer output before its residual, residual). `residual` None starts the stream at x."""
+        config, eps, (k_cache, v_cache) = self.config, self.config.rms_norm_eps, kv
+        if residual is None:
+            normed, residual = rms_norm(x, self.input_norm, eps), x
+        else:
+            normed, residual = add_rms_norm(x, residual, self.input_norm, eps)
+        qkv = linear(normed, self.qkv_weight, self.qkv_bias, invariant)
+        q = rope_kv_write(
+            qkv, rows.positions, rope, rows.kv_slots, k_cache, v_cache, self.q_norm, self.k_norm, config.num_heads, eps
+        )
+        attended = uniform_decode_attention(
+            q, k_cache, v_cache, rows.block_table, rows.seq_lens, config.head_dim**-0.5, self.window, 0.0
+        )
+        attended = linear(attended.flatten(2), self.o_weight, self.o_bias, invariant)
+        normed, residual = add_rms_norm(attended, residual, self.post_norm, eps)
+        gate_up = linear(normed, self.gate_up_weight, self.gate_up_bias, invariant)
+        return linear(silu_mul(gate_up), self.down_weight, self.down_bias, invariant), residual
+
+
+class Transformer(nn.Module):
+    """Decoder-only transformer whose weights start unset; `stepgraph.model.checkpoint` or `randomize` fills them.
+
+    Args:
+        config: shapes and options.
+        dtype: dtype of weights and activations.
+        device: where they live.
+        max_positions: rows of the RoPE table, hence the largest position + 1; default the checkpoint's own maximum.
+        invariant_linear: run matrix products so that a row's bits do not depend on how many rows there are.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        max_positions: int | None = None,
+        invariant_linear: bool = False,
+    ):
+        super().__init__()
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device), requires_grad=False)
+
+        self.config, self.invariant_linear = config, invariant_linear
+        self.embed = empty(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, empty) for i in range(config.num_layers))
+        self.norm = empty(config.hidden_size)
+        self.lm_head = None if config.tie_embeddings else empty(config.vocab_size, config.hidden_size)
+        table = rope_table(config.head_dim, config.rope, max_positions or config.max_position)
+        table = table.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
+        self.register_buffer("rope", table, persistent=False)
+
+    @property
+    def max_positions(self) -> int:
+        return self.rope.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    def randomize(self, seed: int = 0) -> "Transformer":
+        """Fill the weights with N(0, 1/fan_in), norms near 1; for shapes without a checkpoint. Returns self."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if "norm" in name:
+                weight.data.normal_(1.0, 0.1, generator=generator)
+            elif weight.dim() == 1:
+                weight.data.normal_(0.0, 0.02, generator=generator)
+            else:
+                scale = 1.0 if name == "embed" else weight.shape[1] ** -0.5
+                weight.data.normal_(0.0, scale, generator=generator)
+        return self
+
+    def hidden(self, tokens: Tensor, rows: QueryRows, kv: PagedKV, num_layers: int | None = None) -> Tensor:
+        """Final-normed hidden states `[B, Q, hidden]` of `tokens [B, Q]` (int64); writes keys and values into `kv`.
+
+        A negative token stands for "no token": it is never embedded, and its row's output means nothing.
+        `num_layers` stops after the first layers (early exit).
+        """
+        x, residual = nn.functional.embedding(tokens.clamp(min=0), self.embed), None
+        for layer, cache in zip(self.layers[:num_layers], kv.layers(), strict=False):
+            x, residual = layer(x, residual, rows, cache, self.rope, self.invariant_linear)
+        return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[..., hidden]` -> `[..., vocab]` in the model's dtype."""
+        return linear(hidden, self.embed if self.lm_head is None else self.lm_head, None, self.invariant_linear)

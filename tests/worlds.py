@@ -50,10 +50,15 @@ def tiny_step(
     """A step whose slot s owns the blocks s * M + 1 .. (s + 1) * M. `draft-model:tiny` is a model of another seed."""
     model = model or tiny_model()
     per_slot = -(-max_len // block_size)
-    kv = PagedKV(model.config, num_blocks=num_slots * per_slot + 1, block_size=block_size, dtype=model.dtype)
-    state = DecodeState(num_slots=num_slots, max_len=max_len, block_size=block_size, k_max=k_max)
+    device = model.device
+    kv = PagedKV(model.config, num_blocks=num_slots * per_slot + 1, block_size=block_size, dtype=model.dtype, device=device)
+    state = DecodeState(num_slots=num_slots, max_len=max_len, block_size=block_size, k_max=k_max, device=device)
     if isinstance(drafter, str):
-        drafter = make_drafter(drafter, model, kv, lambda _: tiny_model(draft_seed, model.config.family, model.dtype))
+
+        def load(_: str) -> Transformer:
+            return tiny_model(draft_seed, model.config.family, model.dtype).to(device)
+
+        drafter = make_drafter(drafter, model, kv, load)
     return SpeculativeStep(model, kv, state, drafter)
 
 

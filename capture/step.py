@@ -29,9 +29,12 @@ class SpeculativeStep(nn.Module):
         rows = self.state.rows(batch, k, self.drafter.max_positions if self.drafter else None)
         drafts = self._draft(rows, k)
 
-        # verify: the query is [last token, d_1 .. d_k] at positions seq_len .. seq_len + k
+        num_drafts = (drafts.tokens >= 0).sum(1)
+
+        # verify: the query is [last token, d_1 .. d_k] at positions seq_len .. seq_len + k; only real tokens enter the cache
         tokens = torch.cat([rows.last_token[:, None], drafts.tokens], 1)
-        query = rows.query(rows.seq_len, k + 1, self.kv.block_size, live=rows.live, writable=rows.seq_len + rows.num_drafts + 1)
+        written = rows.seq_len + num_drafts + 1
+        query = rows.query(rows.seq_len, k + 1, self.kv.block_size, live=rows.live, writable=written)
         hidden = self.target.hidden(tokens, query, self.kv)
         logits = self.target.logits(hidden)
 
@@ -42,7 +45,6 @@ class SpeculativeStep(nn.Module):
             self.drafter.observe(rows, k, tokens, hidden)
 
         state = self.state
-        num_drafts = (drafts.tokens >= 0).sum(1)
         advance(
             rows.slots, rows.live, emitted, accepted, num_drafts, state.seq_len, state.last_token, state.history,
             state.finished, state.steps, state.drafted_at, state.accepted_at, state.stop_ids, state.limit,

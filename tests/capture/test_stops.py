@@ -115,3 +115,21 @@ def test_a_request_may_switch_speculation_off(continuation):
     assert text(step, 0) == PROMPT + continuation[:1]
     assert text(step, 1) == PROMPT + continuation[:3]
     assert int(step.state.finished[0]) == RUNNING
+
+
+@pytest.mark.parametrize("first_missing", range(4))
+def test_no_draft_from_a_column_on(continuation, first_missing):
+    """Case 11: −1 from column j on: accepted ≤ j, emitted ≤ j + 1; never embedded, never counted as drafted."""
+    step = told_the_truth(continuation)
+    place(step, 0, PROMPT)
+    step.drafter.script[0, len(PROMPT) + first_missing] = -1  # later columns hold tokens again: they must not count
+    embedded = []
+    hidden = step.target.hidden
+    step.target.hidden = lambda tokens, *rest: (embedded.append(tokens.clone()), hidden(tokens, *rest))[1]
+    run(step, [0], 5)
+    assert step.state.drafted_at[0].tolist() == [1] * first_missing + [0] * (5 - first_missing)
+    assert step.state.accepted_at[0].tolist() == step.state.drafted_at[0].tolist()
+    assert text(step, 0) == PROMPT + continuation[: first_missing + 1]
+    assert embedded[0].tolist() == [[PROMPT[-1], *continuation[:first_missing], *[-1] * (5 - first_missing)]]
+    written = step.kv.storage[0, 0, step.state.block_table[0]].flatten(0, 1).abs().sum((1, 2)) > 0
+    assert written.nonzero().flatten().tolist() == list(range(len(PROMPT) + first_missing))

@@ -1,6 +1,5 @@
 """Triton SwiGLU activation; formula and contract in `stepgraph.kernels.activation`."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -82,7 +82,7 @@ class LaunchSpec:
         }
 
     def source(self) -> ASTSource:
-        """What the JIT would compile for this launch: types, constants, and the facts it specialises on (1, multiples of 16)."""
+        """What the JIT would compile for this launch: types, constants, what it specialises on (1, multiples of 16)."""
         bound = {**self.args, **self.constexprs}
         signature, constants, attributes = {}, {}, {}
         for index, parameter in enumerate(self.kernel.params):

@@ -11,7 +11,9 @@ MAX_WIDTH = 65_536  # a row is held in registers
 
 
 @triton.jit
-def rms_norm_kernel(x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, width, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, width, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):
     """out = t / sqrt(mean(t²) + eps) * weight with t = x (+ residual, rounded to x's dtype, and stored)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

@@ -39,7 +39,9 @@ def uniform_decode_attention_cpu(
         blocks = block_table[row, : -(-stored // block_size)]
         # [blocks, block_size, KV, D] -> [KV, S, D]
         keys, values = (
-            read_cache(cache, blocks, scales, cache.dtype if cache.dtype.itemsize > 1 else q.dtype).flatten(0, 1).transpose(0, 1)
+            read_cache(cache, blocks, scales, cache.dtype if cache.dtype.itemsize > 1 else q.dtype)
+            .flatten(0, 1)
+            .transpose(0, 1)
             for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
         )
         first = seq_len - query_len

@@ -7,18 +7,14 @@ import triton
 from torch import Tensor
 
 from stepgraph.kernels import tables
-from stepgraph.kernels.attention.kernels import (
-    build_attention_work_kernel,
-    merge_splits_kernel,
-    uniform_decode_attention_kernel,
-)
+from stepgraph.kernels.attention.kernels import merge_splits_kernel, uniform_decode_attention_kernel
 from stepgraph.kernels.attention.work import SPLIT, work_capacity, work_size
+from stepgraph.kernels.attention.work_triton import build_attention_work_triton
 from stepgraph.kernels.launch import LaunchSpec, Target, check_kernel_dtype, launch, target_of
 from stepgraph.kernels.rope_kv_triton import check_cache
 
 # Longer queries (prefill chunks) have tiles enough to fill a device without splitting rows, and would need large scratch.
 MAX_SPLIT_QUERY = 16
-MAX_BATCH = 4096  # rows whose lengths one program of the work-list kernel holds
 
 
 @dataclass(frozen=True)
@@ -28,7 +24,8 @@ class AttentionConfig:
     Attributes:
         rows: (query, head) pairs in a tile.
         tile_kv: keys in a tile.
-        num_warps, num_stages: as Triton takes them.
+        num_warps: as Triton takes it.
+        kv_buffers: tiles of keys and values in flight.
         occupancy: programs per multiprocessor of the persistent grid.
         split: tokens per split.
     """
@@ -36,13 +33,18 @@ class AttentionConfig:
     rows: int
     tile_kv: int
     num_warps: int
-    num_stages: int
+    kv_buffers: int
     occupancy: int
     split: int = SPLIT
 
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages: a key's address hangs on a load of its block id, so each tile in flight takes two."""
+        return 1 + 2 * self.kv_buffers
+
 
 def attention_config(q: Tensor, k_cache: Tensor, target: Target) -> AttentionConfig:
-    """The frozen configuration for these shapes; fewer stages where the device has less shared memory."""
+    """The frozen configuration for these shapes; fewer buffers where the device has less shared memory."""
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     head_pad = max(16, triton.next_power_of_2(head_dim))
     config = AttentionConfig(
@@ -57,38 +59,9 @@ def attention_config(q: Tensor, k_cache: Tensor, target: Target) -> AttentionCon
             dtype=str(q.dtype).removeprefix("torch."),
         )
     )
-    stage_bytes = 2 * config.tile_kv * head_pad * k_cache.dtype.itemsize
-    room = (target.shared_limit - config.rows * head_pad * q.dtype.itemsize) // stage_bytes
-    return replace(config, num_stages=max(1, min(config.num_stages, room)))
-
-
-def build_attention_work_triton(
-    seq_lens: Tensor, query_len: int, window: int, table_tokens: int, pool_tokens: int, split: int = SPLIT
-) -> Tensor:
-    """Same contract as `build_attention_work_reference`; list entries beyond the count are undefined."""
-    batch = seq_lens.shape[0]
-    if batch > MAX_BATCH:
-        raise ValueError(f"build_attention_work: batch {batch}; at most {MAX_BATCH}")
-    capacity = work_capacity(batch, table_tokens, pool_tokens, split)
-    work = seq_lens.new_empty(work_size(batch, capacity), dtype=torch.int32)
-    # One program per row.
-    launch(
-        LaunchSpec(
-            kernel=build_attention_work_kernel,
-            grid=(batch,),
-            args={
-                "seq_lens_ptr": seq_lens.contiguous(),
-                "work_ptr": work,
-                "batch": batch,
-                "query_len": query_len,
-                "table_tokens": table_tokens,
-                "capacity": capacity,
-            },
-            constexprs={"WINDOW": window, "SPLIT": split, "BATCH_PAD": triton.next_power_of_2(batch), "BLOCK": 64},
-            num_warps=4,
-        )
-    )
-    return work
+    buffer_bytes = 2 * config.tile_kv * head_pad * k_cache.dtype.itemsize
+    room = (target.shared_limit - config.rows * head_pad * q.dtype.itemsize) // buffer_bytes
+    return replace(config, kv_buffers=max(1, min(config.kv_buffers, room)))
 
 
 def scratch_size(capacity: int, query_len: int, num_heads: int, head_dim: int) -> int:

@@ -76,6 +76,6 @@ def _fake(seq_lens, query_len, window, table_tokens, pool_tokens):
 build_attention_work = register(
     "build_attention_work(Tensor seq_lens, int query_len, int window, int table_tokens, int pool_tokens) -> Tensor",
     reference=build_attention_work_reference,
-    triton="stepgraph.kernels.attention.launcher:build_attention_work_triton",
+    triton="stepgraph.kernels.attention.work_triton:build_attention_work_triton",
     fake=_fake,
 )

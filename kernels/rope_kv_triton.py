@@ -30,7 +30,7 @@ def _to_cache(values, scales_ptr, scale_index, valid, IS_FP8: tl.constexpr, dtyp
     return values.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_position"])
 def rope_kv_write_kernel(
     qkv_ptr,  # [T, (H + 2 KV) D]
     positions_ptr,  # [T]

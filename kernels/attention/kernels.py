@@ -6,7 +6,8 @@ import triton.language as tl
 from stepgraph.kernels.attention.tile import attend_split, merge_states
 
 
-@triton.jit
+# Numbers that vary with the batch are not specialised on: every batch runs the same code.
+@triton.jit(do_not_specialize=["batch", "table_width", "table_stride"])
 def uniform_decode_attention_kernel(
     q_ptr,  # [B, Q, H, D]
     k_ptr,  # [blocks, BLOCK_SIZE, KV, D]
@@ -126,7 +127,7 @@ def uniform_decode_attention_kernel(
             tl.store(state_ptr + partial_row * 2 + 1, mass, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_tokens"])
 def merge_splits_kernel(
     seq_lens_ptr,  # [B]
     work_ptr,

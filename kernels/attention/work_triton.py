@@ -11,7 +11,7 @@ from stepgraph.kernels.launch import LaunchSpec, launch
 MAX_BATCH = 4096  # rows whose lengths one program holds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "query_len", "table_tokens", "capacity"])
 def build_attention_work_kernel(
     seq_lens_ptr,  # [B]
     work_ptr,  # [2 + B + 2 CAPACITY]

@@ -115,7 +115,7 @@ class Transformer(nn.Module):
         return self.embed.device
 
     def randomize(self, seed: int = 0) -> "Transformer":
-        """Fill the weights with N(0, 1/fan_in), norms near 1; for shapes without a checkpoint. Returns self."""
+        """Fill the weights with N(0, 1/inputs), norms near 1; for shapes without a checkpoint. Returns self."""
         generator = torch.Generator(self.device).manual_seed(seed)
         for name, weight in self.named_parameters():
             if "norm" in name:
@@ -123,8 +123,7 @@ class Transformer(nn.Module):
             elif weight.dim() == 1:
                 weight.data.normal_(0.0, 0.02, generator=generator)
             else:
-                scale = 1.0 if name == "embed" else weight.shape[1] ** -0.5
-                weight.data.normal_(0.0, scale, generator=generator)
+                weight.data.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
         return self
 
     def hidden(self, tokens: Tensor, rows: QueryRows, kv: PagedKV, num_layers: int | None = None) -> Tensor:

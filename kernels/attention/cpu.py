@@ -51,7 +51,8 @@ def uniform_decode_attention_cpu(
         for i in range(max(0, -first), query_len):
             stop = min(first + i + 1, capacity)
             start = max(0, first + i + 1 - window) if window > 0 else 0
-            out[row, i] = _one_query(q[row, i], keys[:, start:stop], values[:, start:stop], scale, softcap)
+            # The query is copied out: an unaligned one could take another path through the BLAS than an aligned one.
+            out[row, i] = _one_query(q[row, i].clone(), keys[:, start:stop], values[:, start:stop], scale, softcap)
     return out
 
 
@@ -77,6 +78,7 @@ def _chunk(q: Tensor, keys: Tensor, values: Tensor, first: int, scale: float, wi
     visible = kv_positions <= positions
     if window > 0:
         visible &= kv_positions > positions - window
+        values = values.masked_fill(~visible.any(0)[:, None], 0.0)  # a NaN that no query may see stays there
     scores = scores.view(*grouped.shape[:3], -1).masked_fill(~visible, -torch.inf)
     weights = scores.softmax(-1).masked_fill(~visible, 0.0)
     out = weights.flatten(1, 2) @ values.to(dtype)

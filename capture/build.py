@@ -1,0 +1,149 @@
+"""From names and sizes to a running engine."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from stepgraph.capture.engine import Engine
+from stepgraph.capture.graphs import Mode, StepGraphs
+from stepgraph.capture.policies import KPolicy, make_policy
+from stepgraph.capture.schedule import Schedule, require_int
+from stepgraph.capture.state import DecodeState
+from stepgraph.capture.step import SpeculativeStep
+from stepgraph.model.checkpoint import LoadedModel, load_model
+from stepgraph.model.drafters import make_drafter
+from stepgraph.model.kv_cache import PagedKV, block_bytes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DEFAULT_MAX_LEN = 2048
+DEFAULT_K = 3
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Everything that shapes an engine.
+
+    Attributes:
+        model: see `stepgraph.model.checkpoint.load_model`.
+        drafter: see `stepgraph.model.drafters.make_drafter`.
+        k: drafts per step; None (with no schedule) is 3, or 0 without a drafter.
+        schedule: `[[first batch, last batch, k], …]`, JSON text or a path, instead of k.
+        max_batch: most requests decoding at once.
+        max_len: most tokens of a request, prompt included; None is 2048 or the model's own maximum, whichever is less.
+        block_size: tokens in a KV block.
+        kv_memory_bytes: budget of all KV caches; no more is taken than `max_batch` requests of `max_len` can use.
+        dtype: float32, bfloat16, float16 or float64.
+        device: None is "cuda" where there is one, else "cpu".
+        mode: FULL or EAGER.
+        strict: a step without a graph is an error instead of an eager step.
+        prefill_chunk: most prompt tokens run between two steps.
+        seed: request i without a seed of its own gets `seed + i`.
+        invariant_linear: matrix products whose row bits do not depend on the number of rows; slower.
+    """
+
+    model: str = "smollm2-135m"
+    drafter: str = "ngram"
+    k: int | None = None
+    schedule: Schedule | str | list | dict | None = None
+    max_batch: int = 8
+    max_len: int | None = None
+    block_size: int = 16
+    kv_memory_bytes: int = 1 << 30
+    dtype: str = "float32"
+    device: str | None = None
+    mode: str = Mode.FULL
+    strict: bool = False
+    prefill_chunk: int = 256
+    seed: int = 0
+    invariant_linear: bool = False
+
+    def __post_init__(self):
+        require_int("max_batch", self.max_batch, 1, 4096)
+        require_int("block_size", self.block_size, 1, 1024)
+        require_int("prefill_chunk", self.prefill_chunk, 1)
+        require_int("kv_memory_bytes", self.kv_memory_bytes, 1)
+        require_int("seed", self.seed, 0, 2**62)
+        if self.max_len is not None:
+            require_int("max_len", self.max_len, 2)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
+        if self.mode not in list(Mode):
+            raise ValueError(f"mode is {self.mode!r}; allowed are {', '.join(Mode)}")
+
+    def policy(self) -> KPolicy:
+        """The policy that k or the schedule asks for."""
+        k = self.k
+        if k is None and self.schedule is None:
+            k = 0 if self.drafter == "none" else DEFAULT_K
+        return make_policy(k, self.schedule)
+
+
+class BuiltEngine(NamedTuple):
+    """An engine, the target's name, and the seconds its loading took."""
+
+    engine: Engine
+    name: str
+    load_s: float
+
+
+def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> BuiltEngine:
+    """An engine that is ready for `add`, `step` and `generate`; graphs are captured at the first step or by `capture`.
+
+    Args:
+        options: sizes and names.
+        loaded: the target, if it is loaded already (its dtype and device then count); several engines may share it.
+
+    Raises:
+        ValueError: an option that cannot be, named with its value and what is allowed.
+    """
+    policy = options.policy()  # before anything is loaded: a wrong option should not cost a model load
+    if loaded is None:
+        loaded = load_model(options.model, **_load_options(options), invariant_linear=options.invariant_linear)
+    target = loaded.model
+    max_len = min(DEFAULT_MAX_LEN, target.max_positions) if options.max_len is None else options.max_len
+    if max_len > target.max_positions:
+        raise ValueError(f"max_len is {max_len}; {loaded.name} has positions for {target.max_positions} tokens")
+
+    draft_model = None
+    if options.drafter.startswith("draft-model:"):
+        draft_model = load_model(
+            options.drafter.partition(":")[2], dtype=target.dtype, device=target.device,
+            invariant_linear=target.invariant_linear,
+        ).model  # fmt: skip
+    num_blocks = _num_blocks(options, max_len, [m for m in (target, draft_model) if m is not None])
+    kv = PagedKV(target.config, num_blocks=num_blocks, block_size=options.block_size, dtype=target.dtype, device=target.device)
+    drafter = make_drafter(options.drafter, target, kv, lambda _: draft_model)
+    state = DecodeState(
+        num_slots=options.max_batch,
+        max_len=max_len,
+        block_size=options.block_size,
+        k_max=max(policy.ks),
+        device=target.device,
+    )
+    step = SpeculativeStep(target, kv, state, drafter)
+    graphs = StepGraphs(step, policy.keys(options.max_batch), mode=options.mode, strict=options.strict)
+    tokenizer = loaded.tokenizer
+    engine = Engine(
+        graphs,
+        policy,
+        tokenizer=tokenizer,
+        eos_token_ids=tokenizer.eos_token_ids if tokenizer else target.config.eos_token_ids,
+        prefill_chunk=options.prefill_chunk,
+        seed=options.seed,
+    )
+    return BuiltEngine(engine, loaded.name, loaded.load_s)
+
+
+def _load_options(options: EngineOptions) -> dict:
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return {"dtype": DTYPES[options.dtype], "device": device}
+
+
+def _num_blocks(options: EngineOptions, max_len: int, models: list) -> int:
+    each = sum(block_bytes(model.config, options.block_size, model.dtype) for model in models)
+    wanted = options.max_batch * -(-max_len // options.block_size)
+    affordable = options.kv_memory_bytes // each
+    if affordable < 1:
+        raise ValueError(f"kv_memory_bytes is {options.kv_memory_bytes}; one block of {options.block_size} tokens takes {each}")
+    return 1 + min(wanted, affordable)

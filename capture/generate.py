@@ -1,0 +1,135 @@
+"""`stepgraph generate`: text from prompts, with whole captured steps."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
+from stepgraph.capture.console import OrderedStream, progress, stats_table
+from stepgraph.capture.engine import Engine
+from stepgraph.capture.graphs import Mode
+from stepgraph.capture.prompts import encode_prompt, read_prompts
+from stepgraph.capture.request import FinishReason, RequestOutput, SamplingParams
+
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults, sampling = EngineOptions(), SamplingParams()
+    parser.add_argument("texts", nargs="*", metavar="PROMPT", help="prompt texts (token ids, as 1,2,3, for a random: model)")
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help='more prompts, one {"id", "category", "prompt"} a line')
+    parser.add_argument("--model", default=defaults.model, help="smollm2-135m, random:PRESET, directory, .gguf or org/name")
+    parser.add_argument(
+        "--drafter", default=defaults.drafter, help="none, ngram, ngram:MIN-MAX, early-exit:N, draft-model:MODEL"
+    )
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--k", type=int, help="drafts a step (default 3; 0 without a drafter)")
+    choice.add_argument("--schedule", help="k by batch: [[first, last, k], …] as JSON text or a file")
+    parser.add_argument("--max-batch", type=int, default=defaults.max_batch, help="most requests at once")
+    parser.add_argument("--max-len", type=int, help="most tokens of a request, prompt included (default 2048)")
+    parser.add_argument("--max-new-tokens", type=int, default=sampling.max_new_tokens)
+    parser.add_argument("--temperature", type=float, default=sampling.temperature, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=sampling.top_k, help="0 keeps all")
+    parser.add_argument("--top-p", type=float, default=sampling.top_p)
+    parser.add_argument("--min-p", type=float, default=sampling.min_p)
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="prompt i is sampled with seed + i")
+    parser.add_argument("--dtype", choices=DTYPES, default=defaults.dtype)
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
+    parser.add_argument("--strict", action="store_true", help="a step without a graph is an error")
+    template = parser.add_mutually_exclusive_group()
+    template.add_argument("--chat", dest="chat", action="store_true", default=None, help="use the model's chat template")
+    template.add_argument("--raw", dest="chat", action="store_false", help="continue the text as it is")
+    parser.add_argument("--json", metavar="PATH|-", help="write results as JSON; - makes it the last line of stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status: 0, or 130 after an interrupt (with what was generated until then)."""
+    texts = [*args.texts, *(record.prompt for record in (read_prompts(args.prompts) if args.prompts else []))]
+    if not texts:
+        raise ValueError("no prompt was given; give texts or --prompts FILE.jsonl")
+    if args.json not in (None, "-"):
+        _require_writable(args.json)
+    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.min_p)
+    options = EngineOptions(
+        model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, max_batch=args.max_batch,
+        max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
+    )  # fmt: skip
+
+    # With JSON on stdout, what a person reads goes to stderr.
+    out = sys.stderr if args.json == "-" else sys.stdout
+    engine, name, load_s = build_engine(options)
+    print(f"{name} loaded in {load_s:.1f} s", file=sys.stderr)
+    prompts = [encode_prompt(text, engine.tokenizer, args.chat) for text in texts]
+    engine.graphs.capture(lambda keys: progress(keys, "capturing", "graph"))
+    outputs = _generate(engine, texts, prompts, params, out)
+    stats = engine.report()
+    print(file=out)
+    stats_table(stats, out)
+    if args.json:
+        document = {
+            "model": name,
+            "drafter": args.drafter,
+            "mode": args.mode,
+            "device": str(engine.graphs.step.target.device),
+            "dtype": args.dtype,
+            "requests": [
+                {
+                    "prompt": text,
+                    "text": output.text,
+                    "token_ids": output.token_ids,
+                    "finish_reason": str(output.finish_reason),
+                }
+                for text, output in zip(texts, outputs, strict=True)
+            ],
+            "stats": stats,
+        }
+        _write_json(args.json, document)
+    return INTERRUPTED if engine.interrupted else 0
+
+
+def _generate(
+    engine: Engine, texts: list[str], prompts: list[list[int]], params: SamplingParams, out: TextIO
+) -> list[RequestOutput]:
+    titles = [f"[{i + 1}] {' '.join(text.split())[:100]}" for i, text in enumerate(texts)] if len(texts) > 1 else [""]
+    stream = OrderedStream(titles, out)
+    # A bar and streamed text would overwrite each other on one terminal; the text is the better progress.
+    bar = progress(range(len(texts)), "requests", "request") if len(texts) > 1 and not out.isatty() else None
+
+    def finished(output: RequestOutput) -> None:
+        if engine.tokenizer is None:
+            stream.text(output.id, ",".join(map(str, output.token_ids)))
+        if output.finish_reason is FinishReason.ABORTED:
+            stream.text(output.id, " …")
+        stream.finish(output.id)
+        if bar is not None:
+            bar.update()
+
+    try:
+        return engine.generate(prompts, params, on_text=stream.text, on_finish=finished)
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _require_writable(path: str) -> None:
+    """Find out before the work whether its result can be kept."""
+    target = Path(path)
+    existed = target.exists()
+    try:
+        with target.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"--json is {path!r}, which cannot be written: {error.strerror}") from None
+    if not existed:
+        target.unlink()
+
+
+def _write_json(path: str, document: dict) -> None:
+    text = json.dumps(document, ensure_ascii=False)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,142 @@
+"""What a user asks for, and what comes back."""
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from stepgraph.capture.schedule import require_int
+from stepgraph.capture.state import MAX_STOP_IDS
+from stepgraph.model.tokenizer import StreamDecoder
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop id was generated
+    LENGTH = "length"  # max_new_tokens, or no room left
+    ABORTED = "aborted"  # taken back by the caller, or interrupted
+
+
+def require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    """Raise a ValueError that names the argument unless `value` is a finite real number in [low, high]."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high or (open_low and value == low):
+        raise ValueError(f"{name} is {value!r}; allowed is a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Attributes:
+        max_new_tokens: most tokens to generate, ≥ 1.
+        temperature: ≥ 0; 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens with at least this probability, in (0, 1].
+        min_p: keep tokens with at least this fraction of the largest probability, in [0, 1].
+        seed: of the request's own random numbers, 0 ≤ seed < 2^63; None takes the engine's seed plus the request's number.
+        stop_ids: token ids that end the request, in addition to the model's end-of-text ids.
+        ignore_eos: do not stop at the model's end-of-text ids.
+        draft_limit: most drafts per step for this request; 0 switches speculation off for it, None leaves it to the policy.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    draft_limit: int | None = None
+
+    def __post_init__(self):
+        require_int("max_new_tokens", self.max_new_tokens, 1)
+        require_number("temperature", self.temperature, 0.0, 100.0)
+        require_int("top_k", self.top_k, 0)
+        require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        require_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            require_int("seed", self.seed, 0, 2**63 - 1)
+        if self.draft_limit is not None:
+            require_int("draft_limit", self.draft_limit, 0)
+        for stop_id in self.stop_ids:
+            require_int("stop_ids", stop_id, 0)
+        if len(self.stop_ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_ids has {len(self.stop_ids)} entries; at most {MAX_STOP_IDS} are allowed")
+
+
+@dataclass
+class Request:
+    """A request on its way through the engine. Positions count from the start of the prompt."""
+
+    id: int
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    stop_ids: list[int]
+    seed: int
+    limit: int  # most tokens, prompt included
+    arrived_s: float
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    reserved: int = 0  # blocks promised and not taken yet
+    prefilled: int = 0  # prompt tokens in the KV cache
+    output_ids: list[int] = field(default_factory=list)
+    steps: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    decoder: StreamDecoder | None = None
+    text: str = ""
+
+    @property
+    def prefill_target(self) -> int:
+        """The last prompt token is not prefilled: it is the first step's input."""
+        return len(self.prompt_ids) - 1
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt included."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def output(self, reason: FinishReason) -> "RequestOutput":
+        ttft_ms = tpot_ms = None
+        if self.first_token_s is not None:
+            ttft_ms = (self.first_token_s - self.arrived_s) * 1e3
+            if len(self.output_ids) > 1:
+                tpot_ms = (self.last_token_s - self.first_token_s) * 1e3 / (len(self.output_ids) - 1)
+        return RequestOutput(
+            self.id, self.prompt, self.prompt_ids, self.output_ids, self.text, reason, self.steps, self.drafted_at,
+            self.accepted_at, ttft_ms, tpot_ms,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes:
+        id: as `Engine.add` returned it.
+        prompt: text, None when the request was given as token ids.
+        prompt_ids, token_ids: tokens of the prompt and of the answer.
+        text: the answer, "" without a tokenizer.
+        finish_reason: why it ended.
+        steps: steps it took part in.
+        drafted_at, accepted_at: drafts proposed and accepted by position in the window.
+        ttft_ms: from arrival to the first token, None if there was none.
+        tpot_ms: mean time per further token, None with fewer than two tokens.
+    """
+
+    id: int
+    prompt: str | None
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    steps: int
+    drafted_at: list[int]
+    accepted_at: list[int]
+    ttft_ms: float | None
+    tpot_ms: float | None

@@ -1,0 +1,85 @@
+"""Which requests hold memory and run: slots and KV blocks, on the host."""
+
+from collections import deque
+
+import torch
+
+from stepgraph.capture.request import Request
+from stepgraph.capture.state import MAX_STOP_IDS, DecodeState
+from stepgraph.model.kv_cache import BlockAllocator
+
+
+class Scheduler:
+    """Admits waiting requests in order of arrival and grows their block tables.
+
+    A request is admitted when a slot is free and the blocks of its longest possible text can be reserved, so a running
+    request never runs out of memory. It takes reserved blocks only as its text grows.
+    """
+
+    def __init__(self, state: DecodeState, num_blocks: int, block_size: int):
+        self.state, self.block_size = state, block_size
+        self.allocator = BlockAllocator(num_blocks)
+        self.free_slots = list(range(state.num_slots - 1, -1, -1))
+        self.waiting: deque[Request] = deque()
+        self.prefilling: list[Request] = []
+        self.running: list[Request] = []
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def most_blocks(self, request: Request) -> int:
+        """Blocks of the longest text the request may reach; its last token never enters the cache."""
+        return self.blocks_for(request.limit - 1)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + len(self.prefilling) + len(self.running)
+
+    def admit(self) -> None:
+        """Give slots to waiting requests while there is room."""
+        while self.waiting and self.free_slots:
+            request = self.waiting[0]
+            if not self.allocator.reserve(self.most_blocks(request)):
+                return
+            self.waiting.popleft()
+            request.reserved = self.most_blocks(request)
+            request.slot = self.free_slots.pop()
+            self._write_slot(request)
+            self.prefilling.append(request)
+
+    def grow(self, request: Request, tokens: int) -> None:
+        """Have blocks for the first `tokens` tokens of a request, or as many as it can ever use."""
+        missing = self.blocks_for(min(tokens, request.limit - 1)) - len(request.blocks)
+        if missing <= 0:
+            return
+        fresh = self.allocator.take(missing)
+        start = len(request.blocks)
+        request.blocks += fresh
+        request.reserved -= missing
+        self.state.block_table[request.slot, start : start + missing] = torch.tensor(fresh)
+
+    def release(self, request: Request) -> None:
+        """Take a request out, wherever it is, and return what it holds."""
+        for queue in (self.waiting, self.prefilling, self.running):
+            if request in queue:
+                queue.remove(request)
+        if request.slot >= 0:
+            self.allocator.give_back(request.blocks, request.reserved)
+            self.state.clear_slot(request.slot)
+            self.free_slots.append(request.slot)
+            request.slot = -1
+
+    def _write_slot(self, request: Request) -> None:
+        state, slot, params, prompt = self.state, request.slot, request.params, request.prompt_ids
+        state.clear_slot(slot)
+        state.history[slot, : len(prompt)] = torch.tensor(prompt)
+        state.last_token[slot] = prompt[-1]
+        state.seq_len[slot] = len(prompt) - 1
+        state.limit[slot] = request.limit
+        state.draft_limit[slot] = state.k_max if params.draft_limit is None else min(params.draft_limit, state.k_max)
+        state.stop_ids[slot] = torch.tensor(request.stop_ids + [-1] * (MAX_STOP_IDS - len(request.stop_ids)))
+        state.temperature[slot] = params.temperature
+        state.top_k[slot] = params.top_k
+        state.top_p[slot] = params.top_p
+        state.min_p[slot] = params.min_p
+        state.seed[slot] = request.seed

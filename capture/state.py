@@ -1,0 +1,121 @@
+"""`DecodeState`: every tensor of the running requests that outlives a step, allocated once, read and written in place."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stepgraph.kernels.advance import RUNNING
+from stepgraph.model.drafters.base import StepRows
+
+MAX_STOP_IDS = 8
+
+
+@dataclass(frozen=True)
+class SlotSnapshot:
+    """What the host learns about one slot: how far it is, whether it ended, and its counters."""
+
+    seq_len: int
+    finished: int
+    steps: int
+    drafted_at: list[int]
+    accepted_at: list[int]
+
+
+class DecodeState(nn.Module):
+    """State of up to `num_slots` requests, by slot, plus one null slot that padding rows name.
+
+    A request keeps its slot from start to end; a step finds its requests through `slots[row]`, so that nothing moves when
+    the batch changes. Position p of a text holds `history[slot, p]`; `seq_len` tokens are in the KV cache, and `last_token`,
+    at position `seq_len`, is the newest committed token and not in it yet. The history is also the output: it is only ever
+    appended to, so the host may read it as late as it likes.
+
+    Buffers (S = num_slots + 1): `slots [num_slots]` row → slot, −1 padding; `seq_len, last_token, finished, steps, limit,
+    draft_limit, top_k, seed [S]` int64; `temperature, top_p, min_p [S]` float32; `history [S, max_len]`;
+    `block_table [S, ceil(max_len / block_size)]`; `stop_ids [S, 8]`; `drafted_at, accepted_at [S, k_max]`.
+    """
+
+    def __init__(self, *, num_slots: int, max_len: int, block_size: int, k_max: int, device: str | torch.device = "cpu"):
+        super().__init__()
+        self.num_slots, self.max_len, self.k_max = num_slots, max_len, k_max
+        rows = num_slots + 1
+
+        def integers(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int64, device=device)
+
+        tensors = {
+            "slots": integers(num_slots, fill=-1),
+            "seq_len": integers(rows),
+            "last_token": integers(rows),
+            "history": integers(rows, max_len),
+            "block_table": integers(rows, -(-max_len // block_size)),
+            "finished": integers(rows),
+            "limit": integers(rows),
+            "draft_limit": integers(rows),
+            "stop_ids": integers(rows, MAX_STOP_IDS, fill=-1),
+            "temperature": torch.zeros(rows, device=device),
+            "top_k": integers(rows),
+            "top_p": torch.ones(rows, device=device),
+            "min_p": torch.zeros(rows, device=device),
+            "seed": integers(rows),
+            "steps": integers(rows),
+            "drafted_at": integers(rows, k_max),
+            "accepted_at": integers(rows, k_max),
+        }
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def set_rows(self, slots: list[int]) -> None:
+        """Rows 0.. of the next step run these slots; −1 is a padding row."""
+        self.slots[: len(slots)] = torch.tensor(slots, dtype=torch.int64)
+
+    def rows(self, batch: int, k: int, drafter_positions: int | None) -> StepRows:
+        """The first `batch` rows as a step sees them. Traced: fixed shapes, no host read.
+
+        A row may have as many drafts as fit: with room for r more tokens at most r − 1 drafts are of use (one token always
+        follows them), and the drafter's inputs must lie below its own largest position.
+        """
+        null = self.num_slots
+        row_slots = self.slots[:batch]
+        slots = torch.where(row_slots >= 0, row_slots, null)
+        live = (row_slots >= 0) & (self.finished[slots] == RUNNING)
+        slots = torch.where(live, slots, null)
+        seq_len = torch.where(live, self.seq_len[slots], 0)
+        last_token = torch.where(live, self.last_token[slots], 0)
+        previous = self.history[slots].gather(1, (seq_len - 1).clamp(min=0)[:, None])[:, 0]
+
+        num_drafts = torch.minimum(self.draft_limit[slots], self.limit[slots] - 2 - seq_len).clamp(max=k)
+        if drafter_positions is not None:
+            num_drafts = torch.minimum(num_drafts, drafter_positions - seq_len)
+        return StepRows(
+            slots=slots,
+            live=live,
+            seq_len=seq_len,
+            last_token=last_token,
+            previous_token=torch.where(live & (seq_len > 0), previous, -1),
+            num_drafts=torch.where(live, num_drafts.clamp(min=0), 0),
+            block_table=torch.where(live[:, None], self.block_table[slots], 0),
+            history=self.history,
+            temperature=torch.where(live, self.temperature[slots], 0.0),
+            top_k=torch.where(live, self.top_k[slots], 0),
+            top_p=torch.where(live, self.top_p[slots], 1.0),
+            min_p=torch.where(live, self.min_p[slots], 0.0),
+            seed=torch.where(live, self.seed[slots], 0),
+        )
+
+    def clear_slot(self, slot: int) -> None:
+        """Forget the request of a slot: nothing of it may reach the next one."""
+        for name, buffer in self.named_buffers():
+            if name != "slots":
+                buffer[slot] = -1 if name == "stop_ids" else 0
+        self.top_p[slot] = 1.0
+
+    def snapshot(self, slots: list[int]) -> list[SlotSnapshot]:
+        """Read the given slots on the host."""
+        index = torch.tensor(slots, dtype=torch.int64, device=self.slots.device)
+        columns = [t[index].tolist() for t in (self.seq_len, self.finished, self.steps, self.drafted_at, self.accepted_at)]
+        return [SlotSnapshot(*values) for values in zip(*columns, strict=True)]
+
+    def tokens(self, slot: int, start: int, stop: int) -> list[int]:
+        """Tokens of a request at positions `start .. stop - 1`."""
+        return self.history[slot, start:stop].tolist()

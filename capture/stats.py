@@ -1,0 +1,68 @@
+"""What an engine counts, with the denominator each figure needs."""
+
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from stepgraph.capture.request import RequestOutput
+
+
+def acceptance_by_position(drafted_at: list[int], accepted_at: list[int]) -> list[float]:
+    """Share of the drafts proposed at each position that were accepted. Position j is divided by the steps that drafted
+    that far, not by all steps; positions never drafted are left out.
+    """
+    return [accepted / drafted for drafted, accepted in zip(drafted_at, accepted_at, strict=True) if drafted]
+
+
+@dataclass
+class EngineStats:
+    """Totals over the finished requests of an engine.
+
+    A *request-step* is one request taking part in one step; acceptance length, drafted and accepted per step are means over
+    request-steps, and are reported together, since each alone can mislead.
+    """
+
+    k_max: int
+    steps: int = 0  # engine steps that decoded
+    request_steps: int = 0
+    tokens: int = 0
+    requests: int = 0
+    elapsed_s: float = 0.0  # wall time of engine steps, prefill included
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    ttft_ms: list[float] = field(default_factory=list)
+    tpot_ms: list[float] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.drafted_at = self.drafted_at or [0] * self.k_max
+        self.accepted_at = self.accepted_at or [0] * self.k_max
+
+    def add(self, output: RequestOutput) -> None:
+        self.requests += 1
+        self.request_steps += output.steps
+        self.tokens += len(output.token_ids)
+        self.drafted_at = [a + b for a, b in zip(self.drafted_at, output.drafted_at, strict=True)]
+        self.accepted_at = [a + b for a, b in zip(self.accepted_at, output.accepted_at, strict=True)]
+        if output.ttft_ms is not None:
+            self.ttft_ms.append(output.ttft_ms)
+        if output.tpot_ms is not None:
+            self.tpot_ms.append(output.tpot_ms)
+
+    def report(self) -> dict:
+        """Figures for a table or JSON; None where there is nothing to divide by."""
+
+        def per_request_step(count: int) -> float | None:
+            return count / self.request_steps if self.request_steps else None
+
+        return {
+            "requests": self.requests,
+            "steps": self.steps,
+            "request_steps": self.request_steps,
+            "tokens": self.tokens,
+            "acceptance_length": per_request_step(self.tokens),
+            "drafted_per_step": per_request_step(sum(self.drafted_at)),
+            "accepted_per_step": per_request_step(sum(self.accepted_at)),
+            "per_position_acceptance": acceptance_by_position(self.drafted_at, self.accepted_at),
+            "ttft_ms": fmean(self.ttft_ms) if self.ttft_ms else None,
+            "tpot_ms": fmean(self.tpot_ms) if self.tpot_ms else None,
+            "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else None,
+        }

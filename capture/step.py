@@ -1,0 +1,72 @@
+"""The speculative-decoding step: draft, verify, accept, observe, advance. This file is what one graph holds."""
+
+import torch
+from torch import nn
+
+from stepgraph.capture.state import DecodeState
+from stepgraph.kernels.advance import advance
+from stepgraph.kernels.rejection import rejection_sample
+from stepgraph.model.drafters.base import Drafter, Proposal, StepRows
+from stepgraph.model.kv_cache import PagedKV
+from stepgraph.model.rows import query_rows
+from stepgraph.model.transformer import Transformer
+
+
+class SpeculativeStep(nn.Module):
+    """One whole step over the first `batch` rows of the state, with k drafts a row.
+
+    All effects are in `state`, `kv` and the drafter's own buffers; there is nothing to return and nothing to read on the
+    host. A module, so that a trace can name and replace every tensor it touches.
+    """
+
+    def __init__(self, target: Transformer, kv: PagedKV, state: DecodeState, drafter: Drafter | None = None):
+        super().__init__()
+        if state.block_table.shape[1] * kv.block_size < state.max_len:
+            raise ValueError(f"block tables of {state.block_table.shape[1]} blocks hold less than max_len={state.max_len}")
+        self.target, self.kv, self.state, self.drafter = target, kv, state, drafter
+
+    def forward(self, batch: int, k: int) -> None:
+        rows = self.state.rows(batch, k, self.drafter.max_positions if self.drafter else None)
+        drafts = self._draft(rows, k)
+
+        # verify: the query is [last token, d_1 .. d_k] at positions seq_len .. seq_len + k
+        tokens = torch.cat([rows.last_token[:, None], drafts.tokens], 1)
+        query = rows.query(rows.seq_len, k + 1, self.kv.block_size, live=rows.live, writable=rows.seq_len + rows.num_drafts + 1)
+        hidden = self.target.hidden(tokens, query, self.kv)
+        logits = self.target.logits(hidden)
+
+        sampling = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
+        emitted, accepted = rejection_sample(logits, drafts.tokens, drafts.law, *sampling, rows.seq_len)
+
+        if self.drafter is not None:
+            self.drafter.observe(rows, k, tokens, hidden)
+
+        state = self.state
+        num_drafts = (drafts.tokens >= 0).sum(1)
+        advance(
+            rows.slots, rows.live, emitted, accepted, num_drafts, state.seq_len, state.last_token, state.history,
+            state.finished, state.steps, state.drafted_at, state.accepted_at, state.stop_ids, state.limit,
+        )  # fmt: skip
+
+    def _draft(self, rows: StepRows, k: int) -> Proposal:
+        """Proposals with −1 in the columns that a row may not use, and in all columns from its first −1 on."""
+        if k == 0:
+            return Proposal(rows.last_token.new_empty((rows.last_token.shape[0], 0)), None)
+        if self.drafter is None:
+            raise ValueError(f"k={k} needs a drafter; this step has none")
+        tokens, law = self.drafter.propose(rows, k)
+        allowed = torch.arange(k, device=tokens.device) < rows.num_drafts[:, None]
+        usable = (allowed & (tokens >= 0)).to(torch.int64).cumprod(1) > 0
+        return Proposal(torch.where(usable, tokens, -1), law)
+
+    def prefill(self, slot: int, tokens: list[int], start: int) -> None:
+        """Run a chunk of a prompt, `tokens` at positions `start ..`, through target and drafter. Not captured."""
+        device = self.state.slots.device
+        block_table = self.state.block_table[slot][None]
+        first = torch.tensor([start], device=device)
+        live = torch.ones(1, dtype=torch.bool, device=device)
+        rows = query_rows(first, len(tokens), block_table, self.kv.block_size, live, first + len(tokens))
+        chunk = torch.tensor([tokens], device=device)
+        hidden = self.target.hidden(chunk, rows, self.kv)
+        if self.drafter is not None:
+            self.drafter.prefill(chunk, rows, hidden)

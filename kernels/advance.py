@@ -1,0 +1,82 @@
+"""Commit a step: lengths, last token, token history, stop flags and counters, in place and without a host read.
+
+A request keeps the emitted tokens up to and including its first stop id, and never more than it has room for. What is
+counted is what is committed: drafts after a stop count as drafted, not as accepted.
+"""
+
+import torch
+from torch import Tensor
+
+from stepgraph.kernels.registry import register
+
+RUNNING, STOPPED, LENGTH = 0, 1, 2  # values of `finished`
+
+
+def advance_reference(
+    slots: Tensor,
+    live: Tensor,
+    emitted: Tensor,
+    accepted: Tensor,
+    num_drafts: Tensor,
+    seq_len: Tensor,
+    last_token: Tensor,
+    history: Tensor,
+    finished: Tensor,
+    steps: Tensor,
+    drafted_at: Tensor,
+    accepted_at: Tensor,
+    stop_ids: Tensor,
+    limit: Tensor,
+) -> None:
+    """Write the outcome of one step into the state of the live rows' requests.
+
+    Args:
+        slots: `[B]` int64, the request of each row; rows that are not live name the null slot, the state's last one.
+        live: `[B]` bool.
+        emitted: `[B, k+1]` int64, −1 padded.
+        accepted, num_drafts: `[B]` int64, accepted drafts, and drafts there were.
+        seq_len: `[S]` int64, tokens in the KV cache, which is the last token's position; written.
+        last_token: `[S]` int64; written.
+        history: `[S, max_len]` int64, tokens by position; written.
+        finished: `[S]` int64: 0 running, 1 stopped at a stop id, 2 out of room; written.
+        steps: `[S]` int64, steps the request took part in; written.
+        drafted_at, accepted_at: `[S, k_max]` int64, drafts proposed and accepted by position in the window; written.
+        stop_ids: `[S, n]` int64, −1 padded.
+        limit: `[S]` int64, most tokens the request may have, its prompt included.
+    """
+    query_len, k_max = emitted.shape[1], drafted_at.shape[1]
+    column = torch.arange(query_len, device=emitted.device)
+    length = seq_len[slots]
+    room = limit[slots] - 1 - length
+
+    is_stop = ((emitted[:, :, None] == stop_ids[slots][:, None, :]) & (emitted >= 0)[:, :, None]).any(-1)
+    until_stop = torch.where(is_stop, column + 1, query_len + 1).amin(-1)
+    count = torch.minimum(torch.minimum(accepted + 1, until_stop), room)
+    count = torch.where(live, count.clamp(min=0), 0)
+    outcome = torch.where(count == until_stop, STOPPED, torch.where(count >= room, LENGTH, RUNNING))
+
+    # Every write goes to a cell of the row itself or of the null slot, which gets back what it holds.
+    kept = (column < count[:, None]) & live[:, None]
+    null = history.shape[0] - 1
+    at_row = torch.where(kept, slots[:, None], null)
+    at_position = torch.where(kept, length[:, None] + 1 + column, 0).clamp(max=history.shape[1] - 1)
+    history.index_put_((at_row, at_position), torch.where(kept, emitted, history[null, 0]))
+
+    final = emitted.gather(1, (count - 1).clamp(min=0)[:, None])[:, 0]
+    last_token.index_copy_(0, slots, torch.where(count > 0, final, last_token[slots]))
+    finished.index_copy_(0, slots, torch.where(live, outcome, finished[slots]))
+    seq_len.index_copy_(0, slots, length + count)
+    steps.index_add_(0, slots, live.to(steps.dtype))
+    draft_column = torch.arange(k_max, device=emitted.device)
+    committed_drafts = torch.minimum(accepted, count)[:, None]
+    drafted_at.index_add_(0, slots, (live[:, None] & (draft_column < num_drafts[:, None])).to(drafted_at.dtype))
+    accepted_at.index_add_(0, slots, (live[:, None] & (draft_column < committed_drafts)).to(accepted_at.dtype))
+
+
+advance = register(
+    "advance(Tensor slots, Tensor live, Tensor emitted, Tensor accepted, Tensor num_drafts, Tensor(a!) seq_len, "
+    "Tensor(b!) last_token, Tensor(c!) history, Tensor(d!) finished, Tensor(e!) steps, Tensor(f!) drafted_at, "
+    "Tensor(g!) accepted_at, Tensor stop_ids, Tensor limit) -> ()",
+    reference=advance_reference,
+    fake=lambda *args: None,
+)

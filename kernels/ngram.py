@@ -1,0 +1,52 @@
+"""Prompt look-up (Saxena 2023): propose what followed the latest earlier occurrence of the longest matching suffix.
+
+A match that overlaps the suffix itself means the text repeats with period p = (end − match); the proposal then continues the
+period instead of stopping at the end of the history.
+"""
+
+import torch
+from torch import Tensor
+
+from stepgraph.kernels.registry import register
+
+
+def ngram_propose_reference(
+    history: Tensor, slots: Tensor, last_position: Tensor, k: int, min_match: int, max_match: int
+) -> Tensor:
+    """Proposed tokens for each row.
+
+    Args:
+        history: `[S, max_len]` int64, tokens of each request by position.
+        slots: `[B]` int64, the request of each row.
+        last_position: `[B]` int64, position of the last committed token; nothing beyond it is read.
+        k: tokens to propose.
+        min_match, max_match: shortest and longest suffix looked for.
+
+    Returns:
+        `[B, k]` int64; all −1 in rows without a match.
+    """
+    tokens = history[slots]
+    length = tokens.shape[1]
+    end = torch.arange(length, device=tokens.device)[None]
+    last = last_position[:, None]
+
+    matched = torch.zeros_like(tokens)  # how many tokens before and including `end` equal the suffix
+    agreeing = end < last
+    for back in range(max_match):
+        suffix_token = tokens.gather(1, (last - back).clamp(min=0))
+        earlier = tokens.roll(back, dims=1)
+        agreeing = agreeing & (end >= back) & (last >= back) & (earlier == suffix_token)
+        matched = matched + agreeing
+    # Longest match first, latest among equals.
+    score = torch.where(matched >= min_match, matched * length + end, -1)
+    best, match = score.max(dim=1, keepdim=True)
+    period = (last - match).clamp(min=1)
+    source = match + 1 + torch.arange(k, device=tokens.device)[None] % period
+    return torch.where(best >= 0, tokens.gather(1, source.clamp(0, length - 1)), -1)
+
+
+ngram_propose = register(
+    "ngram_propose(Tensor history, Tensor slots, Tensor last_position, int k, int min_match, int max_match) -> Tensor",
+    reference=ngram_propose_reference,
+    fake=lambda history, slots, last_position, k, min_match, max_match: slots.new_empty((slots.shape[0], k)),
+)

@@ -1,0 +1,92 @@
+"""What a drafter is: it proposes k tokens a row in a fixed shape, and is told what was verified."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from stepgraph.kernels.philox import Stream
+from stepgraph.kernels.sampling import draw, token_law
+from stepgraph.model.rows import QueryRows, query_rows
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The requests of one step, one row each, as the drafters see them. Rows that are not `live` are padding.
+
+    Attributes:
+        slots: `[B]` int64, each row's request; padding rows name the state's null slot.
+        live: `[B]` bool.
+        seq_len: `[B]` int64, tokens in the KV cache, which is the position of `last_token`.
+        last_token: `[B]` int64, the newest committed token.
+        previous_token: `[B]` int64, the one before it, −1 at the start of a text.
+        num_drafts: `[B]` int64 ≤ k, drafts that the row may have in this step.
+        block_table: `[B, M]` int64.
+        history: `[S, max_len]` int64, tokens by position, of every request.
+        temperature, top_k, top_p, min_p, seed: `[B]`, sampling parameters.
+    """
+
+    slots: Tensor
+    live: Tensor
+    seq_len: Tensor
+    last_token: Tensor
+    previous_token: Tensor
+    num_drafts: Tensor
+    block_table: Tensor
+    history: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+
+    def query(self, first: Tensor, query_len: int, block_size: int, *, live: Tensor, writable: Tensor) -> QueryRows:
+        """`query_len` tokens a row from position `first`, over the rows' own blocks."""
+        return query_rows(first, query_len, self.block_table, block_size, live, writable)
+
+
+class Proposal(NamedTuple):
+    """`tokens [B, k]` int64, −1 for "no draft"; `law [B, k, V]`, the laws they were drawn from, or None if one-hot."""
+
+    tokens: Tensor
+    law: Tensor | None
+
+
+class Drafter(nn.Module):
+    """Base of all drafters. Everything here runs inside the captured step: fixed shapes, no host reads.
+
+    Attributes:
+        name: as given on the command line.
+        max_positions: largest position + 1 at which it can draft, None for no limit of its own.
+    """
+
+    name: str
+    max_positions: int | None = None
+
+    def propose(self, rows: StepRows, k: int) -> Proposal:
+        """k ≥ 1 proposals for positions `seq_len + 1 ..` of each row; columns from `num_drafts` on may hold anything."""
+        raise NotImplementedError
+
+    def observe(self, rows: StepRows, k: int, tokens: Tensor, hidden: Tensor) -> None:
+        """After verification: bring the drafter's own state to every committed position, for any k including 0.
+
+        Args:
+            rows: the step's rows, as they were before it.
+            k: of the step.
+            tokens: `[B, k+1]` int64, the verified tokens, at positions `seq_len ..`.
+            hidden: `[B, k+1, hidden]`, the target's final hidden states over them.
+        """
+
+    def prefill(self, tokens: Tensor, rows: QueryRows, hidden: Tensor) -> None:
+        """A chunk of a prompt went through the target: `tokens [1, C]` at `rows`, final hidden states `[1, C, hidden]`."""
+
+
+def draw_draft(logits: Tensor, rows: StepRows, column: int) -> tuple[Tensor, Tensor]:
+    """Draw the draft of `column` (0-based) from `logits [B, V]` under each row's sampling parameters.
+
+    Returns:
+        tokens `[B]` int64 and the law `[B, V]` they were drawn from, which is what the acceptance test must use.
+    """
+    law = token_law(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    position = rows.seq_len + 1 + column
+    return draw(law, rows.seed, position, rows.seq_len, int(Stream.DRAFT)), law

@@ -1,0 +1,257 @@
+"""Uniform-decode attention against a loop over queries in float64, the bits of its rows, and what it must not read."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from stepgraph.kernels.attention import (
+    uniform_decode_attention,
+    uniform_decode_attention_cpu,
+    uniform_decode_attention_reference,
+)
+from stepgraph.kernels.attention.cpu import MAX_ROWWISE_QUERY
+
+IMPLEMENTATIONS = {"reference": uniform_decode_attention_reference, "cpu": uniform_decode_attention_cpu}
+both = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+NAN = math.nan
+
+
+def world(
+    lengths, query_len, *, heads=4, kv_heads=2, head_dim=8, block_size=4, blocks=None, dtype=torch.float64, seed=0
+) -> dict:
+    """Rows of the given lengths over scattered blocks; block 0 belongs to nobody."""
+    g = torch.Generator().manual_seed(seed)
+    rows = len(lengths)
+    per_row = blocks or -(-max(*lengths, 1) // block_size)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g, dtype=torch.float64).to(dtype)
+
+    return {
+        "q": normal(rows, query_len, heads, head_dim),
+        "k_cache": normal(rows * per_row + 1, block_size, kv_heads, head_dim),
+        "v_cache": normal(rows * per_row + 1, block_size, kv_heads, head_dim),
+        "block_table": (torch.randperm(rows * per_row, generator=g) + 1).view(rows, per_row),
+        "seq_lens": torch.tensor(lengths),
+        "scale": head_dim**-0.5,
+        "window": 0,
+        "softcap": 0.0,
+    }
+
+
+def call(function, inputs, **changes):
+    return function(*(inputs | changes).values())
+
+
+def attend(q, k_cache, v_cache, block_table, seq_lens, scale, window, softcap):
+    """The contract, one query and one head at a time: `(output, a bound of the absolute rounding error for eps = 1)`."""
+    q, k_cache, v_cache = (t.double().numpy() for t in (q, k_cache, v_cache))
+    query_len, heads = q.shape[1:3]
+    block_size, kv_heads = k_cache.shape[1:3]
+    out, bound = np.zeros(q.shape), np.zeros(q.shape[:3])
+    for row, length in enumerate(seq_lens.tolist()):
+        for i in range(query_len):
+            position = length - query_len + i
+            if length == 0 or position < 0:
+                continue
+            seen = [
+                p for p in range(block_table.shape[1] * block_size) if p <= position and (window <= 0 or p > position - window)
+            ]
+            if not seen:
+                continue
+            block = block_table[row].numpy()[np.array(seen) // block_size]
+            lane = np.array(seen) % block_size
+            for head in range(heads):
+                kv_head = head // (heads // kv_heads)
+                keys, values = k_cache[block, lane, kv_head], v_cache[block, lane, kv_head]
+                scores = keys @ q[row, i, head] * scale
+                size = (np.abs(keys) @ np.abs(q[row, i, head])).max() * abs(scale)
+                if softcap > 0:
+                    scores = softcap * np.tanh(scores / softcap)
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                out[row, i, head] = weights @ values
+                bound[row, i, head] = (4 + size) * np.abs(values).max()
+    return torch.from_numpy(out), torch.from_numpy(bound)[..., None]
+
+
+def assert_close(function, inputs, **changes) -> None:
+    out = call(function, inputs, **changes)
+    expected, bound = call(attend, inputs, **changes)
+    assert out.shape == expected.shape
+    assert out.dtype == inputs["q"].dtype
+    work = torch.float64 if out.dtype == torch.float64 else torch.float32
+    allowed = 16 * torch.finfo(work).eps * bound
+    if out.dtype != work:
+        allowed = allowed + torch.finfo(out.dtype).eps * expected.abs()
+    excess = ((out.double() - expected).abs() - allowed).max()
+    assert excess <= 0, f"exceeds its bound by {excess}"
+
+
+@both
+class TestAgainstTheLoop:
+    """Case 37."""
+
+    @pytest.mark.parametrize("groups", [1, 2, 4, 5, 8, 16, 24])
+    def test_gqa_ratios(self, name, groups):
+        for kv_heads in (1, 2):
+            inputs = world([3, 9, 17], 3, heads=groups * kv_heads, kv_heads=kv_heads)
+            assert_close(IMPLEMENTATIONS[name], inputs)
+
+    @pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_head_dims(self, name, head_dim, dtype):
+        assert_close(IMPLEMENTATIONS[name], world([5, 33], 2, head_dim=head_dim, dtype=dtype, block_size=16))
+
+    @pytest.mark.parametrize("query_len", [*range(1, 10), 16, 17, 21])
+    def test_query_lengths(self, name, query_len):
+        lengths = [query_len, query_len + 1, 15, 16, 17, 40]
+        assert_close(IMPLEMENTATIONS[name], world([max(n, query_len) for n in lengths], query_len, heads=2, kv_heads=1))
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16, 32, 128])
+    def test_block_sizes(self, name, block_size):
+        assert_close(IMPLEMENTATIONS[name], world([3, 15, 16, 17, 300], 3, heads=2, kv_heads=1, block_size=block_size))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("query_len", [2, 20])
+    @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (5, 0.0), (0, 1.5), (5, 1.5)])
+    def test_dtypes_windows_and_softcaps(self, name, dtype, query_len, window, softcap):
+        inputs = world([20, 37, 41], query_len, dtype=dtype)
+        assert_close(IMPLEMENTATIONS[name], inputs, window=window, softcap=softcap)
+
+    @pytest.mark.parametrize("window", [1, 2, 4, 100])
+    @pytest.mark.parametrize("query_len", [1, 4, 18])
+    def test_windows_over_many_lengths(self, name, window, query_len):
+        """Case 38."""
+        lengths = list(range(3, 71, 9))
+        assert_close(IMPLEMENTATIONS[name], world(lengths, query_len, heads=2, kv_heads=1, head_dim=4), window=window)
+
+    @pytest.mark.parametrize("query_len", [1, 3, 9, 18])
+    def test_empty_rows_and_negative_positions(self, name, query_len):
+        inputs = world([0, 1, 2, 5, 17, 20], query_len)
+        for window in (0, 2):
+            assert_close(IMPLEMENTATIONS[name], inputs, window=window)
+        out = call(IMPLEMENTATIONS[name], inputs)
+        assert (out[0] == 0).all()
+        for row, length in enumerate(inputs["seq_lens"].tolist()):
+            assert (out[row, : max(0, query_len - length)] == 0).all()
+            assert length == 0 or (out[row, -1] != 0).all()
+
+    @pytest.mark.parametrize("query_len", [1, 3, 18])
+    @pytest.mark.parametrize("window", [0, 3, 6])
+    def test_lengths_beyond_the_block_table(self, name, query_len, window):
+        """Steps near max_len: positions beyond the table's capacity hold nothing; a window that lies there is empty."""
+        inputs = world([7, 8, 9, 10, 14, 30], query_len, blocks=2)
+        assert_close(IMPLEMENTATIONS[name], inputs, window=window)
+
+    def test_scale_is_applied(self, name):
+        assert_close(IMPLEMENTATIONS[name], world([9, 12], 2), scale=0.9)
+
+
+def test_the_op_is_the_cpu_implementation():
+    inputs = world([3, 9, 30], 3, dtype=torch.float32)
+    assert torch.equal(call(uniform_decode_attention, inputs), call(uniform_decode_attention_cpu, inputs))
+
+
+def poisoned(inputs, query_len) -> dict:
+    """The same inputs with NaN wherever no query of a row may look, the null block and foreign table entries included."""
+    block_size = inputs["k_cache"].shape[1]
+    window = inputs["window"]
+    allowed = torch.zeros(inputs["k_cache"].shape[:2], dtype=torch.bool)
+    for row, length in enumerate(inputs["seq_lens"].tolist()):
+        first = max(0, length - query_len - window + 1) if window else 0
+        for position in range(first, min(length, inputs["block_table"].shape[1] * block_size)):
+            allowed[inputs["block_table"][row, position // block_size], position % block_size] = True
+    table = inputs["block_table"].clone()
+    for row, length in enumerate(inputs["seq_lens"].tolist()):
+        table[row, -(-length // block_size) :] = 0
+    caches = {name: torch.where(allowed[..., None, None], inputs[name], NAN) for name in ("k_cache", "v_cache")}
+    assert caches["k_cache"].isnan().any()
+    return inputs | caches | {"block_table": table}
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("query_len", [1, 4, 18])
+@pytest.mark.parametrize("window", [0, 4])
+def test_nan_where_no_query_may_look(name, dtype, query_len, window):
+    """Case 13: the null block, unused lanes, unused table entries and what lies before the window change no bit."""
+    inputs = world([0, 2, 5, 19, 22, 39, 50], query_len, dtype=dtype) | {"window": window}
+    out = call(IMPLEMENTATIONS[name], inputs)
+    assert out.isfinite().all()
+    assert torch.equal(call(IMPLEMENTATIONS[name], poisoned(inputs, query_len)), out)
+
+
+@both
+def test_a_row_full_of_nan_stays_alone(name):
+    inputs = world([9, 11, 6], 2)
+    out = call(IMPLEMENTATIONS[name], inputs)
+    inputs["q"][1] = NAN
+    for cache in ("k_cache", "v_cache"):
+        inputs[cache][inputs["block_table"][1]] = NAN
+    bad = call(IMPLEMENTATIONS[name], inputs)
+    assert bad[1].isnan().all()
+    assert torch.equal(bad[[0, 2]], out[[0, 2]])
+
+
+SHAPES = [(4, 2, 32), (5, 1, 64), (6, 3, 80), (8, 8, 12), (1, 1, 33), (3, 3, 10), (3, 1, 5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+def test_a_query_row_has_the_bits_of_a_query_alone(dtype, heads, kv_heads, head_dim):
+    """Case 40, on the CPU: for any Q up to 16, any batch and any padding. Odd head dims put rows at odd addresses."""
+    for query_len in (2, 5, MAX_ROWWISE_QUERY):
+        for window, softcap in ((0, 0.0), (4, 0.0), (0, 2.0)):
+            lengths = [query_len, 17, 0, 47]
+            inputs = world(lengths, query_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+            inputs |= {"window": window, "softcap": softcap}
+            out = call(uniform_decode_attention, inputs)
+            for row, length in enumerate(lengths):
+                for i in range(0, query_len, 1 if query_len < 9 else 4):
+                    alone = call(
+                        uniform_decode_attention,
+                        inputs,
+                        q=inputs["q"][row : row + 1, i : i + 1].clone(),
+                        block_table=inputs["block_table"][row : row + 1],
+                        seq_lens=torch.tensor([max(0, length - query_len + i + 1)]),
+                    )
+                    assert torch.equal(alone[0, 0], out[row, i]), (query_len, window, softcap, row, i)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_do_not_depend_on_batch_order_padding_or_block_placement(dtype):
+    inputs = world([9, 30, 4, 17], 3, heads=3, kv_heads=3, head_dim=10, dtype=dtype)
+    out = call(uniform_decode_attention, inputs)
+    order = torch.tensor([3, 1, 0, 2])
+    rows = {name: inputs[name][order] for name in ("q", "block_table", "seq_lens")}
+    assert torch.equal(call(uniform_decode_attention, inputs, **rows), out[order])
+
+    padded = {
+        "q": torch.cat([torch.full_like(inputs["q"], NAN), inputs["q"]]),
+        "block_table": torch.cat([torch.zeros_like(inputs["block_table"]), inputs["block_table"]]),
+        "seq_lens": torch.cat([torch.zeros_like(inputs["seq_lens"]), inputs["seq_lens"]]),
+    }
+    padded_out = call(uniform_decode_attention, inputs, **padded)
+    assert (padded_out[:4] == 0).all()
+    assert torch.equal(padded_out[4:], out)
+
+    move = torch.randperm(len(inputs["k_cache"]) - 1, generator=torch.Generator().manual_seed(1)) + 1
+    moved = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
+    for name in moved:
+        moved[name][move] = inputs[name][1:]
+    assert torch.equal(call(uniform_decode_attention, inputs, **moved, block_table=move[inputs["block_table"] - 1]), out)
+
+    wider = torch.cat([inputs["block_table"], torch.zeros(4, 5, dtype=torch.int64)], 1)
+    assert torch.equal(call(uniform_decode_attention, inputs, block_table=wider), out)
+
+
+@both
+def test_inputs_are_left_alone(name):
+    inputs = world([0, 3, 9], 3)
+    before = {key: value.clone() for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+    call(IMPLEMENTATIONS[name], inputs)
+    for key, value in before.items():
+        assert torch.equal(inputs[key], value), key

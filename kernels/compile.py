@@ -105,22 +105,23 @@ def faults(row: dict) -> list[str]:
     return found
 
 
-def table(rows: list[dict]):
-    """A rich table with a line per kernel and arch: the worst of its configurations, and the instruction kinds of all."""
-    from rich.table import Table
-
-    view = Table(title="compile gate")
-    for column in ("kernel", "arch", "configs", "registers", "shared", "spill", "cubin", "main loop", "faults"):
-        view.add_column(column, justify="right" if column in ("registers", "shared", "spill", "cubin", "configs") else "left")
-    for kernel, arch in sorted({(row["kernel"], row["arch"]) for row in rows}, key=lambda k: (k[0], int(k[1][3:]))):
+def table(rows: list[dict]) -> str:
+    """A line per kernel and arch: the worst of its configurations, and the instruction kinds in their main loops."""
+    lines = [("kernel", "arch", "configs", "registers", "shared", "spill", "cubin", "faulty", "main loop")]
+    for kernel, arch in sorted({(row["kernel"], row["arch"]) for row in rows}, key=lambda key: (key[0], int(key[1][3:]))):
         group = [row for row in rows if (row["kernel"], row["arch"]) == (kernel, arch)]
         kinds = sorted({kind for row in group for kind in row["tensor_core"]})
         if any(row["loads_128"] for row in group):
             kinds.append("128-bit loads")
         worst = [str(max(row[field] for row in group)) for field in ("registers", "shared", "spill", "cubin")]
-        bad = sum(bool(row["faults"]) for row in group)
-        view.add_row(kernel, arch, str(len(group)), *worst, ", ".join(kinds), str(bad) if bad else "")
-    return view
+        faulty = str(sum(bool(row["faults"]) for row in group))
+        lines.append((kernel.removesuffix("_kernel"), arch, str(len(group)), *worst, faulty, ", ".join(kinds)))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    left = (0, 1, len(widths) - 1)
+    return "\n".join(
+        "  ".join(cell.ljust(w) if c in left else cell.rjust(w) for c, (cell, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
 
 
 def run(arches: list[int], quick: bool, jobs: int) -> list[dict]:
@@ -170,9 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.json == "-":
         print(json.dumps(rows))
     else:
-        from rich.console import Console
-
-        Console().print(table(rows))
+        print(table(rows))
         if options.json:
             Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
     bad = [row for row in rows if row["faults"]]

@@ -24,15 +24,24 @@ class ModelShape:
     softcap: float = 0.0
 
 
+# The presets of the model floor, which this floor may not import, then shapes that have what no preset has: a group of 5, a
+# head of 80, a sliding window, a head of 256 with a soft-cap.
 MODEL_SHAPES = (
-    ModelShape("smollm2-135m", 9, 3, 64, 576, 1536, 49_152),
-    ModelShape("llama-3.2-1b", 32, 8, 64, 2048, 8192, 128_256),
     ModelShape("llama-3.1-8b", 32, 8, 128, 4096, 14_336, 128_256),
-    ModelShape("llama-3.1-70b", 64, 8, 128, 8192, 28_672, 128_256),
-    ModelShape("qwen2.5-7b", 28, 4, 128, 3584, 18_944, 152_064, qkv_bias=True),
+    ModelShape("llama-3.2-1b", 32, 8, 64, 2048, 8192, 128_256),
+    ModelShape("llama-3.2-3b", 24, 8, 128, 3072, 8192, 128_256),
     ModelShape("qwen3-0.6b", 16, 8, 128, 1024, 3072, 151_936, qk_norm=True),
+    ModelShape("qwen3-1.7b", 16, 8, 128, 2048, 6144, 151_936, qk_norm=True),
     ModelShape("qwen3-8b", 32, 8, 128, 4096, 12_288, 151_936, qk_norm=True),
-    ModelShape("qwen3-32b", 64, 8, 128, 5120, 25_600, 151_936, qk_norm=True),
+    ModelShape("qwen2.5-0.5b", 14, 2, 64, 896, 4864, 151_936, qkv_bias=True),
+    ModelShape("qwen2.5-7b", 28, 4, 128, 3584, 18_944, 152_064, qkv_bias=True),
+    ModelShape("smollm2-135m", 9, 3, 64, 576, 1536, 49_152),
+    ModelShape("smollm2-360m", 15, 5, 64, 960, 2560, 49_152),
+    ModelShape("tiny-llama", 4, 2, 16, 64, 96, 256),
+    ModelShape("tiny-qwen2", 4, 2, 16, 64, 96, 256, qkv_bias=True),
+    ModelShape("tiny-qwen3", 4, 2, 16, 64, 96, 256, qk_norm=True),
+    ModelShape("llama-3.1-70b", 64, 8, 128, 8192, 28_672, 128_256),
+    ModelShape("qwen3-14b", 40, 8, 128, 5120, 17_408, 151_936, qk_norm=True),
     ModelShape("phi-2", 32, 32, 80, 2560, 10_240, 51_200, qkv_bias=True),
     ModelShape("mistral-7b-v0.1", 32, 8, 128, 4096, 14_336, 32_000, window=4096),
     ModelShape("gemma-2-2b", 8, 4, 256, 2304, 9216, 256_000, window=4096, softcap=50.0),
@@ -58,10 +67,12 @@ def step_launches(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> list[LaunchSpec]:
-    """Every kernel launch of one layer and the head of `shape`, recorded from the launchers on tensors without storage."""
+    """Every launch of one layer, the head, prompt look-up and commit, recorded from launchers on tensors without storage."""
     from stepgraph.kernels.activation_triton import silu_mul_triton
+    from stepgraph.kernels.advance_triton import advance_triton
     from stepgraph.kernels.attention.launcher import uniform_decode_attention_triton
     from stepgraph.kernels.linear_triton import linear_triton
+    from stepgraph.kernels.ngram_triton import ngram_propose_triton
     from stepgraph.kernels.norm_triton import add_rms_norm_triton, rms_norm_triton
     from stepgraph.kernels.rope_kv_triton import rope_kv_write_triton
 
@@ -79,6 +90,10 @@ def step_launches(
     head_norm = empty(shape.head_dim) if shape.qk_norm else None
     scales = empty(2, shape.kv_heads, dtype=torch.float32) if cache_dtype.itemsize == 1 else None
     rope = empty(max_len, shape.head_dim, dtype=torch.float32)
+    slots, k_max = batch + 1, 8
+    history, counts = empty(slots, max_len, dtype=torch.int64), empty(slots, dtype=torch.int64)
+    at_position, stop_ids = empty(slots, k_max, dtype=torch.int64), empty(slots, 8, dtype=torch.int64)
+    live = empty(batch, dtype=torch.bool)
     with record_launches(target) as specs:
         rms_norm_triton(x, weight, 1e-5)
         add_rms_norm_triton(x, x, weight, 1e-5)
@@ -91,4 +106,7 @@ def step_launches(
         gate_up = linear_triton(x, empty(2 * shape.intermediate, shape.hidden), None)
         linear_triton(silu_mul_triton(gate_up), empty(shape.hidden, shape.intermediate), None)
         linear_triton(x, empty(shape.vocab, shape.hidden), None)
+        ngram_propose_triton(history, lengths, lengths, max(query_len - 1, 1), 1, 3)
+        per_row, per_slot = [lengths, live, positions, lengths, lengths], [counts, counts, history, counts, counts]
+        advance_triton(*per_row, *per_slot, at_position, at_position, stop_ids, counts)
     return specs

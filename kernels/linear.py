@@ -21,11 +21,15 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: 
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def linear_library(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = False) -> Tensor:
+    """The library's product, whose rows may depend on their number."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
     """The library's product, or the fixed-tile kernel where invariance is asked for."""
-    if not invariant:
-        return torch.nn.functional.linear(x, weight, bias)
-    return implementation("linear", "triton")(x, weight, bias, invariant)
+    product = implementation("linear", "triton") if invariant else linear_library
+    return product(x, weight, bias, invariant)
 
 
 linear = register(

@@ -83,15 +83,20 @@ def add_splits_kernel(
     tl.store(out_ptr + row * width + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = True) -> Tensor:
-    """`x [..., K]`, `weight [N, K]`, `bias [N]` or None -> `[..., N]`; row-invariant whether or not that is asked for."""
+def linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = True, *, config: dict | None = None
+) -> Tensor:
+    """`x [..., K]`, `weight [N, K]`, `bias [N]` or None -> `[..., N]`; row-invariant whether or not that is asked for.
+
+    `config` overrides the frozen table.
+    """
     check_kernel_dtype("linear", x, weight, bias)
     if not weight.is_contiguous():
         raise ValueError(f"linear: the weight must be contiguous; strides are {weight.stride()}")
     width, depth = weight.shape
     x = x.contiguous()
     rows = x.numel() // depth
-    config = tables.lookup(
+    config = config or tables.lookup(
         "linear",
         arch=target_of(x).arch,
         dtype=str(x.dtype).removeprefix("torch."),

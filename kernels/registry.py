@@ -50,9 +50,9 @@ def implementation(op: str, which: str) -> Callable:
     Raises:
         NoImplementation: the op has no such implementation.
     """
-    known = IMPLEMENTATIONS[op]
+    known = IMPLEMENTATIONS.get(op, {})
     if which not in known:
-        raise NoImplementation(f"{op} has no implementation {which!r}; it has {', '.join(sorted(known))}")
+        raise NoImplementation(f"{op} has no implementation {which!r}; it has {', '.join(sorted(known)) or 'none'}")
     function = known[which]
     if isinstance(function, str):
         module, _, name = function.partition(":")

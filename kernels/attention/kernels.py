@@ -127,7 +127,7 @@ def uniform_decode_attention_kernel(
             tl.store(state_ptr + partial_row * 2 + 1, mass, mask=live)
 
 
-@triton.jit(do_not_specialize=["table_tokens"])
+@triton.jit(do_not_specialize=["table_tokens", "query_len"])
 def merge_splits_kernel(
     seq_lens_ptr,  # [B]
     work_ptr,
@@ -135,7 +135,7 @@ def merge_splits_kernel(
     state_ptr,  # [entries, Q, H, 2] float32
     out_ptr,  # [B, Q, H, D]
     table_tokens,
-    QUERY_LEN: tl.constexpr,
+    query_len,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -152,7 +152,7 @@ def merge_splits_kernel(
     seq_len = tl.load(seq_lens_ptr + row).to(tl.int32)
     first_split = 0
     if WINDOW > 0:
-        first_split = tl.maximum(seq_len - QUERY_LEN - WINDOW + 1, 0) // SPLIT
+        first_split = tl.maximum(seq_len - query_len - WINDOW + 1, 0) // SPLIT
     num_splits = tl.maximum((tl.minimum(seq_len, table_tokens) + SPLIT - 1) // SPLIT - first_split, 0)
     offset = tl.load(work_ptr + 2 + row)
     if (num_splits != 1) | (offset < 0):
@@ -163,12 +163,12 @@ def merge_splits_kernel(
         acc = tl.zeros([HEAD_TILE, HEAD_PAD], tl.float32)
         num_splits = tl.where(offset < 0, 0, num_splits)
         for index in tl.range(0, num_splits, num_stages=NUM_STAGES):
-            partial_row = ((offset + index).to(tl.int64) * QUERY_LEN + query) * HEADS + head  # [HEAD_TILE]
+            partial_row = ((offset + index).to(tl.int64) * query_len + query) * HEADS + head  # [HEAD_TILE]
             m_split = tl.load(state_ptr + partial_row * 2, mask=live, other=float("-inf"))
             mass_split = tl.load(state_ptr + partial_row * 2 + 1, mask=live, other=0.0)
             acc_split = tl.load(partial_ptr + partial_row[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
             m, mass, acc = merge_states(m, mass, acc, m_split, mass_split, acc_split)
         out = acc / tl.where(mass == 0.0, 1.0, mass)[:, None]
         out = tl.where(offset < 0, float("nan"), out)
-        target = ((row.to(tl.int64) * QUERY_LEN + query) * HEADS + head)[:, None] * HEAD_DIM + columns[None, :]
+        target = ((row.to(tl.int64) * query_len + query) * HEADS + head)[:, None] * HEAD_DIM + columns[None, :]
         tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -194,9 +194,9 @@ def uniform_decode_attention_triton(
                     "state_ptr": state,
                     "out_ptr": out,
                     "table_tokens": table_tokens,
+                    "query_len": query_len,
                 },
                 constexprs={
-                    "QUERY_LEN": query_len,
                     "HEADS": num_heads,
                     "HEAD_DIM": head_dim,
                     "HEAD_PAD": max(16, triton.next_power_of_2(head_dim)),

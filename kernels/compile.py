@@ -173,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(table(rows))
         if options.json:
+            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
             Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
     bad = [row for row in rows if row["faults"]]
     for row in bad:

@@ -117,6 +117,15 @@ class _Pointer:
         return self.tensor.data_ptr()
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and aligned to 16 bytes; copied where it is not.
+
+    The JIT compiles another variant for an unaligned pointer, whose sums may run in another order.
+    """
+    tensor = tensor.contiguous()
+    return tensor if _Pointer(tensor).data_ptr() % 16 == 0 else tensor.clone()
+
+
 @dataclass(frozen=True)
 class _Recorder:
     target: Target

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.kernels import tables
-from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, launch, target_of
+from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch, target_of
 
 BLOCK_M = 64  # rows of a tile; 16 for float32, which has no tensor cores here. Decides bits, hence a constant.
 BLOCK_M_FLOAT32 = 16
@@ -94,7 +94,7 @@ def linear_triton(
     if not weight.is_contiguous():
         raise ValueError(f"linear: the weight must be contiguous; strides are {weight.stride()}")
     width, depth = weight.shape
-    x = x.contiguous()
+    x = dense(x)
     rows = x.numel() // depth
     config = config or tables.lookup(
         "linear",

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, launch
+from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch
 
 MAX_WIDTH = 65_536  # a row is held in registers
 
@@ -36,7 +36,7 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     width = x.shape[-1]
     if width > MAX_WIDTH:
         raise ValueError(f"{op}: rows of {width} elements; the kernel holds a row in registers, {MAX_WIDTH} at most")
-    x = x.contiguous()
+    x = dense(x)
     out = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
@@ -47,8 +47,8 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
             grid=(x.numel() // width,),
             args={
                 "x_ptr": x,
-                "residual_ptr": None if residual is None else residual.contiguous(),
-                "weight_ptr": weight.contiguous(),
+                "residual_ptr": None if residual is None else dense(residual),
+                "weight_ptr": dense(weight),
                 "out_ptr": out,
                 "total_ptr": total,
                 "width": width,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, launch
+from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch
 
 FP8_MAX = tl.constexpr(448.0)  # largest finite e4m3
 
@@ -142,9 +142,9 @@ def rope_kv_write_triton(
             kernel=rope_kv_write_kernel,
             grid=(batch * query_len, triton.cdiv(num_heads + 2 * kv_heads, head_tile)),
             args={
-                "qkv_ptr": qkv.contiguous(),
+                "qkv_ptr": dense(qkv),
                 "positions_ptr": positions.contiguous(),
-                "rope_ptr": rope.contiguous(),
+                "rope_ptr": dense(rope),
                 "kv_slots_ptr": kv_slots.contiguous(),
                 "k_ptr": k_cache,
                 "v_ptr": v_cache,

@@ -10,7 +10,7 @@ from stepgraph.kernels import tables
 from stepgraph.kernels.attention.kernels import merge_splits_kernel, uniform_decode_attention_kernel
 from stepgraph.kernels.attention.work import SPLIT, work_capacity, work_size
 from stepgraph.kernels.attention.work_triton import build_attention_work_triton
-from stepgraph.kernels.launch import LaunchSpec, Target, check_kernel_dtype, launch, target_of
+from stepgraph.kernels.launch import LaunchSpec, Target, check_kernel_dtype, dense, launch, target_of
 from stepgraph.kernels.rope_kv_triton import check_cache
 
 # Longer queries (prefill chunks) have tiles enough to fill a device without splitting rows, and would need large scratch.
@@ -114,7 +114,7 @@ def uniform_decode_attention_triton(
     if min(config.tile_kv, block_size) & (min(config.tile_kv, block_size) - 1) or config.split % config.tile_kv:
         raise ValueError(f"uniform_decode_attention: block size {block_size} is not a power of two")
 
-    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    q, out = dense(q), torch.empty_like(q, memory_format=torch.contiguous_format)
     whole_rows = query_len > MAX_SPLIT_QUERY if whole_rows is None else whole_rows
     query_tiles = -(-query_len // (config.rows // group))
     table_tokens = table_width * block_size

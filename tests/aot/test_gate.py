@@ -1,6 +1,7 @@
 """The compile gate's quick subset, its judgement, and that a spec says what the JIT would compile."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -102,3 +103,27 @@ def test_batches_share_compiled_code():
         return [(spec.name, spec.source().signature, spec.source().constants, spec.source().attrs) for spec in named]
 
     assert keys(1) == keys(2) == keys(16)
+
+
+def layouts(compiled) -> set[str]:
+    """The register layouts of a kernel's products and row sums: they decide the order in which numbers are added."""
+    lines = compiled.asm["ttgir"].splitlines()
+    names = {line.split("=")[0].strip(): line.split("=", 1)[1].strip() for line in lines if line.startswith("#")}
+    used = set()
+    for line in lines:
+        if "dot" in line or '"tt.reduce"' in line or "}) : (tensor<" in line:
+            used |= {name for name in re.findall(r"#\w+", line) if "mma" in name}
+    return {names[name] for name in used if name in names}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_no_layout_of_attention_depends_on_the_query_length(arch):
+    """Static evidence for bits: Q, and rows whole or split, leave the tensor-core layouts as they are."""
+    shape = next(shape for shape in MODEL_SHAPES if shape.name == "llama-3.2-1b")
+    found = {}
+    for query_len in (1, 9, 40):
+        specs = step_launches(shape, KNOWN_TARGETS[arch], batch=2, query_len=query_len)
+        spec = next(spec for spec in specs if spec.name == "uniform_decode_attention_kernel")
+        found[query_len] = layouts(spec.compile(KNOWN_TARGETS[arch]))
+    assert found[1]
+    assert found[1] == found[9] == found[40]

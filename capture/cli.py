@@ -4,9 +4,9 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+from stepgraph.capture.console import INTERRUPTED, USAGE_ERROR
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,12 +32,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+def run_command(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command; errors become one sentence. Returns the exit status."""
     warnings.showwarning = _show_warning
-    args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        return run(args)
     except KeyboardInterrupt:
         print("stepgraph: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -48,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"stepgraph: error: {' '.join(str(error).split())}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `stepgraph` command line; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    return run_command(args.run, args)
 
 
 if __name__ == "__main__":

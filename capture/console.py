@@ -1,4 +1,4 @@
-"""What the commands show: streamed text, progress bars, tables."""
+"""What the commands show: streamed text, progress bars, tables, exit statuses."""
 
 import sys
 from collections.abc import Iterable
@@ -7,6 +7,9 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
+
+USAGE_ERROR = 2
+INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 def progress(items: Iterable, description: str, unit: str):

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import TextIO
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
-from stepgraph.capture.console import OrderedStream, progress, stats_table
+from stepgraph.capture.console import INTERRUPTED, OrderedStream, progress, stats_table
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.graphs import Mode
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import FinishReason, RequestOutput, SamplingParams
-
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

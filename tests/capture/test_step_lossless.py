@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from oracles import to_transformers
 from worlds import committed_kv, place, run, snapshot, text, tiny_model, tiny_step
 
 from stepgraph.capture.trace import trace_step
@@ -35,6 +36,16 @@ def plain_texts():
         run_until_done(step, [0] * 30, [0, 1, 2, 3])
         texts[family] = [text(step, slot) for slot in range(4)]
     return texts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_plain_decoding_equals_transformers(family, plain_texts):
+    theirs = to_transformers(tiny_model(0, family))
+    for prompt, ours in zip(PROMPTS, plain_texts[family], strict=True):
+        expected = theirs.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_length=28, do_sample=False, pad_token_id=0
+        )
+        assert ours == expected[0].tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import stepgraph.kernels.rejection.reference as rejection_module
-from stepgraph.kernels.philox import Stream
+from stepgraph.kernels.philox import Stream, uniform
 from stepgraph.kernels.rejection import rejection_sample
 from stepgraph.kernels.sampling import draw, token_law, token_law_reference
 
@@ -217,6 +217,38 @@ class TestIndependentStreams:
         """Drafts drawn with the recovery's noise are caught."""
         emitted, _ = self.sample(Stream.TARGET)
         assert chi_square(emitted[:, 0], [0.25] * 4) > 50
+
+
+def test_columns_have_numbers_of_their_own(assert_law, fast_law):
+    """Each column's acceptance, and the token after it, is independent of the columns before."""
+    law = torch.tensor([2.0, 0.0, -1.0, -3.0]).softmax(-1).expand(SEEDS, 2, 4)
+    drafts = torch.stack([drafted(law[:, i], column=i) for i in range(2)], 1)
+    emitted, accepted = run(torch.zeros(SEEDS, 3, 4), drafts, law)
+    rate = float(law[0, 0].clamp(max=0.25).sum())
+    assert_law(accepted, [1 - rate, rate * (1 - rate), rate**2])
+    assert_law(emitted[accepted >= 1, 1], [0.25] * 4)
+    assert_law(emitted[accepted == 2, 2], [0.25] * 4)
+
+
+def test_numbers_are_keyed_by_seed_position_base_and_stream():
+    """Acceptance of draft i uses position base + 1 + i; the token after a accepted drafts is drawn at base + 1 + a."""
+    rows, k = 200, 3
+    g = torch.Generator().manual_seed(8)
+    logits, law = torch.randn(rows, k + 1, 6, generator=g), torch.randn(rows, k, 6, generator=g).softmax(-1)
+    seed, base = torch.arange(rows) * 2**32 + 5, torch.randint(0, 50, (rows,), generator=g)
+    drafts = torch.stack([draw(law[:, i], seed, base + 1 + i, base, int(Stream.DRAFT)) for i in range(k)], 1)
+    emitted, accepted = run(logits, drafts, law, seed=seed, base=base)
+
+    p = logits.softmax(-1)
+    u = torch.stack([uniform(seed, base + 1 + i, base, Stream.ACCEPT) for i in range(k)], 1)
+    ratio = p[:, :k].gather(2, drafts[..., None])[..., 0] / law.gather(2, drafts[..., None])[..., 0]
+    assert torch.equal(accepted, (u < ratio).long().cumprod(1).sum(1))
+    assert set(accepted.tolist()) == {0, 1, 2, 3}
+    for row, a in enumerate(accepted.tolist()):
+        weights = (p[row, a] - law[row, a]).clamp(min=0) if a < k else p[row, a]
+        one = slice(row, row + 1)
+        expected = draw(weights[None], seed[one], base[one] + 1 + a, base[one], int(Stream.TARGET))
+        assert emitted[row, a] == expected
 
 
 class TestOneHotAndSampledDrafts:

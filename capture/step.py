@@ -39,7 +39,7 @@ class SpeculativeStep(nn.Module):
         logits = self.target.logits(hidden)
 
         sampling = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
-        emitted, accepted = rejection_sample(logits, drafts.tokens, drafts.law, *sampling, rows.seq_len)
+        emitted, accepted, repaired = rejection_sample(logits, drafts.tokens, drafts.law, *sampling, rows.seq_len)
 
         if self.drafter is not None:
             self.drafter.observe(rows, k, tokens, hidden)

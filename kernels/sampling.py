@@ -21,6 +21,11 @@ def finite_logits(logits: Tensor) -> Tensor:
     return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits)
 
 
+def needs_repair(logits: Tensor) -> Tensor:
+    """`[..., V]` -> `[...]` bool: rows that `finite_logits` changes: NaN, +inf, or nothing but −inf."""
+    return ~logits.amax(-1).isfinite()  # amax hands NaN on
+
+
 def greedy_tokens(logits: Tensor) -> Tensor:
     """`[..., V]` -> `[...]` int64 arg-max, ties to the lowest id; NaN never wins."""
     logits = finite_logits(logits)

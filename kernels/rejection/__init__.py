@@ -23,5 +23,6 @@ rejection_sample = register(
     "Tensor? d2t=None) -> (Tensor, Tensor, Tensor)",
     reference=rejection_sample_reference,
     cpu=rejection_sample_cpu,
+    triton="stepgraph.kernels.rejection.launcher:rejection_sample_triton",
     fake=_fake,
 )

@@ -48,5 +48,6 @@ record_logprobs = register(
     "Tensor(a!) logprobs) -> ()",
     reference=record_logprobs_reference,
     cpu=record_logprobs_cpu,
+    triton="stepgraph.kernels.logprobs_triton:record_logprobs_triton",
     fake=lambda *args: None,
 )

@@ -105,5 +105,6 @@ transform_logits = register(
     "Tensor bias_values, Tensor stop_ids) -> ()",
     reference=transform_logits_reference,
     cpu=transform_logits_cpu,
+    triton="stepgraph.kernels.transforms_triton:transform_logits_triton",
     fake=lambda *args: None,
 )

@@ -29,7 +29,7 @@ demo: base ## generate text with the embedded model, speculative and plain side 
 	@$(PY) -m stepgraph.capture.demo
 
 test: lint ## lint, then run every test
-	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
 
 lint: extra ## check style and formatting
 	@$(PY) -m ruff check .

@@ -86,6 +86,10 @@ class StepGraphs:
     def captured(self) -> frozenset[GraphKey]:
         return frozenset(self._graphs)
 
+    def __getitem__(self, key: GraphKey) -> Graph:
+        """The captured graph of a key; KeyError when there is none."""
+        return self._graphs[key]
+
     def replay(self, batch: int, k: int) -> GraphKey | None:
         """Run one step for the first `batch` rows of `state.slots` with k drafts a row.
 

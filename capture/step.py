@@ -27,8 +27,7 @@ class SpeculativeStep(nn.Module):
 
     def forward(self, batch: int, k: int) -> None:
         rows = self.state.rows(batch, k, self.drafter.max_positions if self.drafter else None)
-        drafts = self._draft(rows, k)
-
+        drafts = self.draft(rows, k)
         num_drafts = (drafts.tokens >= 0).sum(1)
 
         # verify: the query is [last token, d_1 .. d_k] at positions seq_len .. seq_len + k; only real tokens enter the cache
@@ -50,7 +49,7 @@ class SpeculativeStep(nn.Module):
             state.finished, state.steps, state.drafted_at, state.accepted_at, state.stop_ids, state.limit,
         )  # fmt: skip
 
-    def _draft(self, rows: StepRows, k: int) -> Proposal:
+    def draft(self, rows: StepRows, k: int) -> Proposal:
         """Proposals with −1 in the columns that a row may not use, and in all columns from its first −1 on."""
         if k == 0:
             return Proposal(rows.last_token.new_empty((rows.last_token.shape[0], 0)), None)

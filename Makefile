@@ -11,6 +11,9 @@ PYTHON  ?= python3.13 python3.12 python3.11 python3
 # Test processes. Two fill two cores with one thread each; more would each load the embedded model.
 WORKERS ?= 2
 
+# The switch of Triton's interpreter has to be set before Triton is imported, so those tests have a process of their own.
+INTERPRET := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+
 # Set-up is redone when what it was made from changes, or when the tree moves (an editable install holds its path).
 KEY := $(shell { cat pyproject.toml setup.py constraints.txt; pwd; } | cksum | cut -d ' ' -f 1)
 
@@ -20,16 +23,29 @@ export PYTHONSAFEPATH := 1
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint setup clean venv base extra
+.PHONY: help demo test test-triton-floor gate lint setup clean venv base extra
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 
 demo: base ## generate text with the embedded model, speculative and plain side by side
 	@$(PY) -m stepgraph.capture.demo
 
 test: lint ## lint, then run every test
 	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
+	@$(INTERPRET) $(PY) -m pytest -n $(WORKERS) tests/kernels/interpreter
+
+gate: extra ## compile every kernel that the model shapes launch, for GPUs that need not be here
+	@$(PY) -m stepgraph.kernels.compile --json build/compile-gate.json
+
+# The oldest Triton that is supported, over the newest torch; Triton 3.6's interpreter cannot work with NumPy 2.4.
+test-triton-floor: venv ## interpreter tests and the quick gate under Triton 3.6.0
+	@test -e .venv-floor/ready || { rm -rf .venv-floor && $(PY) -m venv .venv-floor && \
+		.venv-floor/bin/python -m pip install --disable-pip-version-check torch==2.13.0 triton==3.6.0 'numpy<2.4' einops scipy \
+			pytest pytest-timeout pytest-xdist safetensors tqdm && \
+		.venv-floor/bin/python -m pip install --disable-pip-version-check --no-deps -e . && touch .venv-floor/ready; }
+	@$(INTERPRET) .venv-floor/bin/python -m pytest -n $(WORKERS) tests/kernels/interpreter
+	@OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest tests/aot
 
 lint: extra ## check style and formatting
 	@$(PY) -m ruff check .

@@ -13,5 +13,6 @@ packages += [f"stepgraph.{floor}.{child}" for floor in FLOORS for child in find_
 
 setup(
     packages=packages,
+    package_data={"stepgraph.kernels.tables": ["*.json"]},
     package_dir={f"stepgraph.{floor}": floor for floor in FLOORS},
 )

@@ -15,5 +15,6 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 silu_mul = register(
     "silu_mul(Tensor gate_up) -> Tensor",
     reference=silu_mul_reference,
+    triton="stepgraph.kernels.activation_triton:silu_mul_triton",
     fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
 )

@@ -78,5 +78,6 @@ advance = register(
     "Tensor(b!) last_token, Tensor(c!) history, Tensor(d!) finished, Tensor(e!) steps, Tensor(f!) drafted_at, "
     "Tensor(g!) accepted_at, Tensor stop_ids, Tensor limit) -> ()",
     reference=advance_reference,
+    triton="stepgraph.kernels.advance_triton:advance_triton",
     fake=lambda *args: None,
 )

@@ -1,13 +1,14 @@
 """Matrix product of decode rows with a weight, with an option that makes each row's bits independent of the row count.
 
 A BLAS picks another blocking for 4 rows than for 1, so the same row can round differently; greedy speculative text then
-differs from plain text at near ties. `invariant` computes each row as the product a one-row call would make.
+differs from plain text at near ties. `invariant` computes each row as the product a one-row call would make; on CUDA that is
+a Triton kernel with a fixed tile, and without it the library's product.
 """
 
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.registry import register
+from stepgraph.kernels.registry import implementation, register
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
@@ -20,8 +21,21 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: 
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def linear_library(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = False) -> Tensor:
+    """The library's product, whose rows may depend on their number."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    """The library's product, or the fixed-tile kernel where invariance is asked for."""
+    product = implementation("linear", "triton") if invariant else linear_library
+    return product(x, weight, bias, invariant)
+
+
 linear = register(
     "linear(Tensor x, Tensor weight, Tensor? bias, bool invariant) -> Tensor",
     reference=linear_reference,
+    cuda=linear_cuda,
+    triton="stepgraph.kernels.linear_triton:linear_triton",
     fake=lambda x, weight, bias, invariant: x.new_empty((*x.shape[:-1], weight.shape[0])),
 )

@@ -48,5 +48,6 @@ def ngram_propose_reference(
 ngram_propose = register(
     "ngram_propose(Tensor history, Tensor slots, Tensor last_position, int k, int min_match, int max_match) -> Tensor",
     reference=ngram_propose_reference,
+    triton="stepgraph.kernels.ngram_triton:ngram_propose_triton",
     fake=lambda history, slots, last_position, k, min_match, max_match: slots.new_empty((slots.shape[0], k)),
 )

@@ -30,10 +30,12 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 rms_norm = register(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     reference=rms_norm_reference,
+    triton="stepgraph.kernels.norm_triton:rms_norm_triton",
     fake=lambda x, weight, eps: torch.empty_like(x),
 )
 add_rms_norm = register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     reference=add_rms_norm_reference,
+    triton="stepgraph.kernels.norm_triton:add_rms_norm_triton",
     fake=lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
 )

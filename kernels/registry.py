@@ -1,18 +1,94 @@
 """Registration of the project's operators with the PyTorch dispatcher, under the namespace `stepgraph`.
 
-One call to `register` gives an op its schema, its implementations by device and its shape function, so that eager code,
-FX tracing and CUDA capture all see the same named node.
+One call to `register` gives an op its schema, its implementations and its shape function, so that eager code, FX tracing
+and CUDA capture all see the same named node. Which implementation runs:
+
+| tensors | implementation |
+|---|---|
+| CPU | `cpu` where the op has one, else the reference |
+| CUDA, no float64 among them | the Triton kernel where the op has one, else the reference |
+| CUDA, float64 | the reference: float64 is there to check with, and no kernel is written for it |
+
+`use_implementation` overrides that choice, and then nothing falls back: an op without the implementation asked for raises.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
 # The dispatcher keeps registrations only while this handle lives.
 LIBRARY = torch.library.Library("stepgraph", "DEF")
 
+# op name -> implementation name -> function, or "module:function" where importing it has to wait (Triton).
+IMPLEMENTATIONS: dict[str, dict[str, Callable | str]] = {}
 
-def register(schema: str, *, reference: Callable, fake: Callable, cpu: Callable | None = None) -> torch._ops.OpOverload:
+
+class NoImplementation(NotImplementedError):
+    """The implementation that was asked for does not exist for this op."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    which: str
+    except_for: frozenset[str]
+
+
+_REQUEST: ContextVar[_Request | None] = ContextVar("stepgraph_implementation", default=None)
+
+
+def implementation(op: str, which: str) -> Callable:
+    """The function behind one op: `implementation("rms_norm", "triton")`.
+
+    Args:
+        op: the op's name without its namespace.
+        which: `"reference"`, `"cpu"` or `"triton"`.
+
+    Raises:
+        NoImplementation: the op has no such implementation.
+    """
+    known = IMPLEMENTATIONS.get(op, {})
+    if which not in known:
+        raise NoImplementation(f"{op} has no implementation {which!r}; it has {', '.join(sorted(known)) or 'none'}")
+    function = known[which]
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+        function = known[which] = getattr(import_module(module), name)
+    return function
+
+
+@contextmanager
+def use_implementation(which: str, *, except_for: Iterable[str] = ()) -> Iterator[None]:
+    """Run every op on one implementation, whatever the device, while the context lasts.
+
+    Args:
+        which: `"reference"`, `"cpu"` or `"triton"`.
+        except_for: names of ops that keep the implementation they would have had.
+    """
+    token = _REQUEST.set(_Request(which, frozenset(except_for)))
+    try:
+        yield
+    finally:
+        _REQUEST.reset(token)
+
+
+def use_triton_on_cpu(*, except_for: Iterable[str] = ()):
+    """Run the Triton kernels on CPU tensors, which takes a process started with `TRITON_INTERPRET=1`."""
+    return use_implementation("triton", except_for=except_for)
+
+
+def register(
+    schema: str,
+    *,
+    reference: Callable,
+    fake: Callable,
+    cpu: Callable | None = None,
+    triton: str | None = None,
+    cuda: Callable | None = None,
+) -> torch._ops.OpOverload:
     """Register one op and return its overload, which is what callers call.
 
     Args:
@@ -20,10 +96,35 @@ def register(schema: str, *, reference: Callable, fake: Callable, cpu: Callable 
         reference: the specification; eager torch, any float dtype, no host read, so that it can be captured on any device.
         fake: the shape function, used under FakeTensorMode.
         cpu: a faster implementation for the CPU; there it may read lengths on the host, since the op is opaque to a trace.
+        triton: `"module:function"` of the Triton launcher; imported when it is first asked for.
+        cuda: picks between implementations by argument; default the Triton launcher.
     """
     name = schema.partition("(")[0]
+    functions = {"reference": reference, "cpu": cpu, "triton": triton}
+    IMPLEMENTATIONS[name] = {which: function for which, function in functions.items() if function is not None}
+
+    def requested() -> str | None:
+        request = _REQUEST.get()
+        return None if request is None or name in request.except_for else request.which
+
+    def on_cpu(*args, **kwargs):
+        which = requested() or ("cpu" if cpu else "reference")
+        return implementation(name, which)(*args, **kwargs)
+
+    def on_cuda(*args, **kwargs):
+        which = requested()
+        if which is None and (triton is None or _any_float64(args) or _any_float64(kwargs.values())):
+            which = "reference"
+        if which is None and cuda is not None:
+            return cuda(*args, **kwargs)
+        return implementation(name, which or "triton")(*args, **kwargs)
+
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, cpu or reference, "CPU")
-    LIBRARY.impl(name, reference, "CUDA")
+    LIBRARY.impl(name, on_cpu, "CPU")
+    LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"stepgraph::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.stepgraph, name).default
+
+
+def _any_float64(values: Iterable) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.dtype == torch.float64 for value in values)

@@ -17,14 +17,26 @@ def rotate_reference(x: Tensor, positions: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def write_kv_reference(cache: Tensor, values: Tensor, kv_slots: Tensor) -> None:
+def to_cache_dtype(values: Tensor, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    """`values [..., KV, D]` as a cache of `dtype` holds them; fp8: divided by `scales [KV]`, clamped to its finite range."""
+    if dtype.itemsize > 1:
+        return values.to(dtype)
+    if scales is None:
+        raise ValueError(f"a KV cache of {dtype} needs kv_scales [2, KV]")
+    limit = torch.finfo(dtype).max
+    return (values.to(torch.float32) / scales[:, None]).clamp(-limit, limit).to(dtype)
+
+
+def write_kv_reference(cache: Tensor, values: Tensor, kv_slots: Tensor, scales: Tensor | None = None) -> None:
     """Write `values [B, Q, KV, D]` into `cache [blocks, block_size, KV, D]` at `kv_slots [B, Q]`; −1 writes nothing.
 
     Unwritten rows are sent to slot 0 of the null block (block 0) carrying what that slot holds already, so that the op has a
     fixed shape and the null block keeps its (finite) contents.
     """
     flat = cache.view(-1, *cache.shape[2:])
-    slots, values = kv_slots.reshape(-1), values.reshape(-1, *cache.shape[2:]).to(cache.dtype)
+    slots, values = kv_slots.reshape(-1), to_cache_dtype(values.reshape(-1, *cache.shape[2:]), cache.dtype, scales)
+    if cache.dtype.itemsize == 1:
+        flat, values = flat.view(torch.uint8), values.view(torch.uint8)  # indexing has no fp8
     written = (slots >= 0)[:, None, None]
     target = slots.clamp(min=0)
     flat.index_copy_(0, target, torch.where(written, values, flat[0]))
@@ -41,6 +53,7 @@ def rope_kv_write_reference(
     k_norm: Tensor | None,
     num_heads: int,
     eps: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Rotated queries `[B, Q, H, D]`; keys and values go to the caches.
 
@@ -53,6 +66,8 @@ def rope_kv_write_reference(
         q_norm, k_norm: `[D]` RMSNorm weights applied to each head before rotation, or None.
         num_heads: H.
         eps: of the norms.
+        kv_scales: `[2, KV]` float32, what keys (row 0) and values (row 1) of each head are divided by in an fp8 (e4m3) cache;
+            needed there, ignored elsewhere.
     """
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(*qkv.shape[:2], num_heads + 2 * kv_heads, head_dim)
@@ -61,18 +76,20 @@ def rope_kv_write_reference(
         q = rms_norm_reference(q, q_norm, eps)
     if k_norm is not None:
         k = rms_norm_reference(k, k_norm, eps)
-    write_kv_reference(k_cache, rotate_reference(k, positions, rope), kv_slots)
-    write_kv_reference(v_cache, v, kv_slots)
+    k_scales, v_scales = (None, None) if kv_scales is None else kv_scales.unbind(0)
+    write_kv_reference(k_cache, rotate_reference(k, positions, rope), kv_slots, k_scales)
+    write_kv_reference(v_cache, v, kv_slots, v_scales)
     return rotate_reference(q, positions, rope)
 
 
-def _fake(qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps):
+def _fake(qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales=None):
     return qkv.new_empty((*qkv.shape[:2], num_heads, k_cache.shape[3]))
 
 
 rope_kv_write = register(
     "rope_kv_write(Tensor qkv, Tensor positions, Tensor rope, Tensor kv_slots, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor? q_norm, Tensor? k_norm, int num_heads, float eps) -> Tensor",
+    "Tensor? q_norm, Tensor? k_norm, int num_heads, float eps, Tensor? kv_scales=None) -> Tensor",
     reference=rope_kv_write_reference,
+    triton="stepgraph.kernels.rope_kv_triton:rope_kv_write_triton",
     fake=_fake,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.kernels.activation import silu_mul
-from stepgraph.kernels.attention import uniform_decode_attention
+from stepgraph.kernels.attention import build_attention_work, uniform_decode_attention
 from stepgraph.kernels.linear import linear
 from stepgraph.kernels.norm import add_rms_norm, rms_norm
 from stepgraph.kernels.rope_kv import rope_kv_write
@@ -48,8 +48,12 @@ class DecoderLayer(nn.Module):
         kv: tuple[Tensor, Tensor],
         rope: Tensor,
         invariant: bool,
+        work: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`x [B, Q, hidden]` -> (layer output before its residual, residual). `residual` None starts the stream at x."""
+        """`x [B, Q, hidden]` -> (layer output before its residual, residual). `residual` None starts the stream at x.
+
+        `work` is the attention work list of this batch and window, built by the op where it is None.
+        """
         config, eps, (k_cache, v_cache) = self.config, self.config.rms_norm_eps, kv
         if residual is None:
             normed, residual = rms_norm(x, self.input_norm, eps), x
@@ -60,7 +64,7 @@ class DecoderLayer(nn.Module):
             qkv, rows.positions, rope, rows.kv_slots, k_cache, v_cache, self.q_norm, self.k_norm, config.num_heads, eps
         )
         attended = uniform_decode_attention(
-            q, k_cache, v_cache, rows.block_table, rows.seq_lens, config.head_dim**-0.5, self.window, 0.0
+            q, k_cache, v_cache, rows.block_table, rows.seq_lens, config.head_dim**-0.5, self.window, 0.0, None, work
         )
         attended = linear(attended.flatten(2), self.o_weight, self.o_bias, invariant)
         normed, residual = add_rms_norm(attended, residual, self.post_norm, eps)
@@ -133,8 +137,15 @@ class Transformer(nn.Module):
         `num_layers` stops after the first layers (early exit).
         """
         x, residual = nn.functional.embedding(tokens.clamp(min=0), self.embed), None
-        for layer, cache in zip(self.layers[:num_layers], kv.layers(), strict=False):
-            x, residual = layer(x, residual, rows, cache, self.rope, self.invariant_linear)
+        layers = self.layers[:num_layers]
+        table_tokens, pool_tokens = rows.block_table.shape[1] * kv.block_size, kv.num_blocks * kv.block_size
+        # Which keys there are is the same for all layers of one window.
+        work = {
+            window: build_attention_work(rows.seq_lens, tokens.shape[1], window, table_tokens, pool_tokens)
+            for window in dict.fromkeys(layer.window for layer in layers)
+        }
+        for layer, cache in zip(layers, kv.layers(), strict=False):
+            x, residual = layer(x, residual, rows, cache, self.rope, self.invariant_linear, work[layer.window])
         return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ def repository_files():
         children[:] = sorted(
             name for name in children if name not in SKIPPED and not name.startswith(".venv") and not name.endswith(".egg-info")
         )
-        yield from (Path(folder) / name for name in sorted(names))
+        # In a linked worktree .git is a file, and names the place of the repository.
+        yield from (Path(folder) / name for name in sorted(names) if name != ".git")
 
 
 def imported_modules(path):

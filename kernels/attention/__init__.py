@@ -2,14 +2,26 @@
 
 from stepgraph.kernels.attention.cpu import uniform_decode_attention_cpu
 from stepgraph.kernels.attention.reference import uniform_decode_attention_reference
+from stepgraph.kernels.attention.work import build_attention_work
 from stepgraph.kernels.registry import register
 
-__all__ = ["uniform_decode_attention", "uniform_decode_attention_cpu", "uniform_decode_attention_reference"]
+__all__ = [
+    "build_attention_work",
+    "uniform_decode_attention",
+    "uniform_decode_attention_cpu",
+    "uniform_decode_attention_reference",
+]
+
+
+def _fake(q, k_cache, v_cache, block_table, seq_lens, scale, window, softcap, kv_scales=None, work=None, scratch=None):
+    return q.new_empty(q.shape)
+
 
 uniform_decode_attention = register(
     "uniform_decode_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens, "
-    "float scale, int window, float softcap) -> Tensor",
+    "float scale, int window, float softcap, Tensor? kv_scales=None, Tensor? work=None, Tensor(a!)? scratch=None) -> Tensor",
     reference=uniform_decode_attention_reference,
     cpu=uniform_decode_attention_cpu,
-    fake=lambda q, k_cache, v_cache, block_table, seq_lens, scale, window, softcap: q.new_empty(q.shape),
+    triton="stepgraph.kernels.attention.launcher:uniform_decode_attention_triton",
+    fake=_fake,
 )

@@ -7,6 +7,7 @@ on Q, batch or padding. Lengths are read on the host, which the CPU may do: the 
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.attention.reference import read_cache
 from stepgraph.kernels.norm import accumulation_dtype
 
 # Beyond this query length (prefill chunks) rows share one call; a chunk's bits may depend on its length.
@@ -22,19 +23,27 @@ def uniform_decode_attention_cpu(
     scale: float,
     window: int,
     softcap: float,
+    kv_scales: Tensor | None = None,
+    work: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `uniform_decode_attention_reference`."""
     out = torch.zeros_like(q)
     block_size, query_len = k_cache.shape[1], q.shape[1]
     capacity = block_table.shape[1] * block_size
+    k_scales, v_scales = (None, None) if kv_scales is None else kv_scales.unbind(0)
     for row, seq_len in enumerate(seq_lens.tolist()):
         if seq_len == 0:
             continue
         stored = min(seq_len, capacity)
         blocks = block_table[row, : -(-stored // block_size)]
         # [blocks, block_size, KV, D] -> [KV, S, D]
-        keys = k_cache[blocks].flatten(0, 1).transpose(0, 1)
-        values = v_cache[blocks].flatten(0, 1).transpose(0, 1)
+        keys, values = (
+            read_cache(cache, blocks, scales, cache.dtype if cache.dtype.itemsize > 1 else q.dtype)
+            .flatten(0, 1)
+            .transpose(0, 1)
+            for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
+        )
         first = seq_len - query_len
         if query_len > MAX_ROWWISE_QUERY:
             out[row] = _chunk(q[row], keys[:, :stored], values[:, :stored], first, scale, window, softcap)

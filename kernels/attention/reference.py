@@ -7,6 +7,16 @@ from torch import Tensor
 from stepgraph.kernels.norm import accumulation_dtype
 
 
+def read_cache(cache: Tensor, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`cache [blocks, block_size, KV, D]` at `blocks [...]` -> `[..., block_size, KV, D]` in `dtype`; fp8 × `scales [KV]`."""
+    if cache.dtype.itemsize > 1:
+        return cache[blocks].to(dtype)
+    if scales is None:
+        raise ValueError(f"a KV cache of {cache.dtype} needs kv_scales [2, KV]")
+    values = cache.view(torch.uint8)[blocks].view(cache.dtype)  # indexing has no fp8
+    return values.to(dtype) * scales[:, None].to(dtype)
+
+
 def uniform_decode_attention_reference(
     q: Tensor,
     k_cache: Tensor,
@@ -16,6 +26,9 @@ def uniform_decode_attention_reference(
     scale: float,
     window: int,
     softcap: float,
+    kv_scales: Tensor | None = None,
+    work: Tensor | None = None,
+    scratch: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of Q query tokens per row over that row's cached keys and values.
 
@@ -28,14 +41,19 @@ def uniform_decode_attention_reference(
         k_cache, v_cache: `[blocks, block_size, KV, D]`, H a multiple of KV.
         block_table: `[B, M]` int64; entries beyond a row's length may be anything in range.
         seq_lens: `[B]` int64.
+        kv_scales: `[2, KV]` float32, what keys (row 0) and values (row 1) of an fp8 cache are multiplied by; else ignored.
+        work: the batch's list from `build_attention_work`, for kernels that split rows; built inside where it is None.
+        scratch: float32 space that such a kernel may overwrite; allocated inside where it is None.
 
     Returns:
         `[B, Q, H, D]` in q's dtype.
     """
     query_len, groups = q.shape[1], q.shape[2] // k_cache.shape[2]
     dtype = accumulation_dtype(q.dtype)
+    k_scales, v_scales = (None, None) if kv_scales is None else kv_scales.unbind(0)
     keys, values = (
-        repeat(cache[block_table].to(dtype), "b m s kv d -> b (m s) (kv g) d", g=groups) for cache in (k_cache, v_cache)
+        repeat(read_cache(cache, block_table, scales, dtype), "b m s kv d -> b (m s) (kv g) d", g=groups)
+        for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
     )
     positions = seq_lens[:, None] - query_len + torch.arange(query_len, device=q.device)
     kv_positions = torch.arange(keys.shape[1], device=q.device)

@@ -1,0 +1,35 @@
+"""Which implementation runs, and that an explicit request never falls back."""
+
+import pytest
+import torch
+
+from stepgraph.kernels import registry
+from stepgraph.kernels.norm import rms_norm, rms_norm_reference
+from stepgraph.kernels.registry import NoImplementation, implementation, use_implementation
+
+
+@pytest.fixture
+def scratch_op():
+    op = registry.register(
+        "test_scratch_op(Tensor x) -> Tensor", reference=lambda x: x + 1, cpu=lambda x: x + 2, fake=torch.empty_like
+    )
+    yield op
+    del registry.IMPLEMENTATIONS["test_scratch_op"]
+
+
+def test_choice_and_override():
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+    assert implementation("rms_norm", "reference") is rms_norm_reference
+
+
+def test_explicit_request_never_falls_back(scratch_op):
+    x = torch.zeros(1)
+    assert scratch_op(x) == 2
+    with use_implementation("reference"):
+        assert scratch_op(x) == 1
+    with use_implementation("triton"), pytest.raises(NoImplementation, match="test_scratch_op has no implementation 'triton'"):
+        scratch_op(x)
+    with use_implementation("triton", except_for=["test_scratch_op"]):
+        assert scratch_op(x) == 2
+    assert scratch_op(x) == 2

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 
+from stepgraph.capture import generate
 from stepgraph.capture.console import INTERRUPTED, USAGE_ERROR
 
 
@@ -21,9 +22,6 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    # Imported here: `stepgraph --help` should not wait for torch to load more than it must.
-    from stepgraph.capture import generate
-
     parser = Parser(prog="stepgraph", description="Whole speculative-decoding steps, one graph for each (batch, k).")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     command = commands.add_parser("generate", help="generate text", description=generate.__doc__)

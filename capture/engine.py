@@ -85,7 +85,6 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Admit, run at most one prompt chunk, run one decoding step; returns the requests that finished."""
         start_s = time.perf_counter()
-        self.graphs.capture()
         self.scheduler.admit()
         self._prefill()
         finished = self._decode()
@@ -128,14 +127,17 @@ class Engine:
         def finish(batch: Iterable[RequestOutput]) -> None:
             for output in batch:
                 outputs[output.id] = output
+                remaining.discard(output.id)
                 if on_finish is not None:
                     on_finish(output)
 
         # All are checked before one is queued, so that a bad prompt leaves nothing behind.
         requests = [self._new_request(self._next_id + i, *pair) for i, pair in enumerate(zip(prompts, each, strict=True))]
         ids = [self._queue(request) for request in requests]
+        remaining = set(ids)
         try:
-            while any(request_id not in outputs for request_id in ids):
+            self.graphs.capture()
+            while remaining:
                 finish(self.step())
         except KeyboardInterrupt:
             self.interrupted = True
@@ -200,22 +202,20 @@ class Engine:
         return request.id
 
     def _prefill(self) -> None:
-        """One chunk of the oldest request that has prompt left; requests without any (more) join the decoding ones."""
-        scheduler = self.scheduler
-        budget = self.prefill_chunk
-        for request in list(scheduler.prefilling):
-            remaining = request.prefill_target - request.prefilled
-            if remaining and budget:
-                count = min(remaining, budget)
-                chunk = request.prompt_ids[request.prefilled : request.prefilled + count]
-                scheduler.grow(request, request.prefilled + count)
-                with torch.no_grad():
-                    self.graphs.step.prefill(request.slot, chunk, request.prefilled)
-                request.prefilled += count
-                budget -= count
-            if request.prefilled == request.prefill_target:
-                scheduler.prefilling.remove(request)
-                scheduler.running.append(request)
+        """One chunk of the oldest request that has prompt left, so that where a prompt is cut depends on itself alone.
+        Requests without any (more) join the decoding ones.
+        """
+        prefilling = self.scheduler.prefilling
+        oldest = next((request for request in prefilling if request.prefilled < request.prefill_target), None)
+        if oldest is not None:
+            stop = min(oldest.prefilled + self.prefill_chunk, oldest.prefill_target)
+            self.scheduler.grow(oldest, stop)
+            with torch.no_grad():
+                self.graphs.step.prefill(oldest.slot, oldest.prompt_ids[oldest.prefilled : stop], oldest.prefilled)
+            oldest.prefilled = stop
+        for request in [request for request in prefilling if request.prefilled == request.prefill_target]:
+            prefilling.remove(request)
+            self.scheduler.running.append(request)
 
     def _decode(self) -> list[RequestOutput]:
         running = list(self.scheduler.running)

@@ -12,6 +12,7 @@ from stepgraph.capture.engine import Engine
 from stepgraph.capture.graphs import Mode
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import FinishReason, RequestOutput, SamplingParams
+from stepgraph.model.drafters import KNOWN as KNOWN_DRAFTERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("texts", nargs="*", metavar="PROMPT", help="prompt texts (token ids, as 1,2,3, for a random: model)")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help='more prompts, one {"id", "category", "prompt"} a line')
     parser.add_argument("--model", default=defaults.model, help="smollm2-135m, random:PRESET, directory, .gguf or org/name")
-    parser.add_argument(
-        "--drafter", default=defaults.drafter, help="none, ngram, ngram:MIN-MAX, early-exit:N, draft-model:MODEL"
-    )
+    parser.add_argument("--drafter", default=defaults.drafter, help=KNOWN_DRAFTERS)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--k", type=int, help="drafts a step (default 3; 0 without a drafter)")
     choice.add_argument("--schedule", help="k by batch: [[first, last, k], …] as JSON text or a file")

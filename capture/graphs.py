@@ -47,7 +47,6 @@ class StepGraphs:
         keys: the graphs to have.
         mode: FULL or EAGER.
         strict: raise `CaptureError` instead of falling back to eager.
-        lazy: capture a key at its first use instead of in `capture()`.
 
     Attributes:
         hits, misses: steps that found a graph, and that did not (EAGER mode counts neither).
@@ -55,9 +54,7 @@ class StepGraphs:
         capture_s: seconds each key's capture took, by key.
     """
 
-    def __init__(
-        self, step: SpeculativeStep, keys: KeySet, *, mode: Mode | str = Mode.FULL, strict: bool = False, lazy: bool = False
-    ):
+    def __init__(self, step: SpeculativeStep, keys: KeySet, *, mode: Mode | str = Mode.FULL, strict: bool = False):
         try:
             self.mode = Mode(mode)
         except ValueError:
@@ -65,22 +62,27 @@ class StepGraphs:
         largest = max((key.batch for key in keys), default=0)
         if largest > step.state.num_slots:
             raise ValueError(f"a graph for batch {largest} was asked for; the state has {step.state.num_slots} slots")
-        self.step, self.keys, self.strict, self.lazy = step, keys, strict, lazy
+        self.step, self.keys, self.strict = step, keys, strict
         self.hits, self.misses = 0, 0
         self.replays: Counter[GraphKey] = Counter()
         self.capture_s: dict[GraphKey, float] = {}
         self._graphs: dict[GraphKey, Graph] = {}
         self._failed: dict[GraphKey, str] = {}
         self._warned: set[str] = set()
-        self._pending = sorted(keys, reverse=True)
+        # One pool for all graphs: they never run at the same time, so they may share their scratch memory.
+        self._pool = torch.cuda.graph_pool_handle() if step.state.slots.is_cuda else None
 
     def capture(self, progress: Callable[[Iterable[GraphKey]], Iterable[GraphKey]] = iter) -> None:
-        """Capture every key that has no graph yet, largest first; changes no state. `progress` may wrap the keys in a bar."""
-        if self.mode is Mode.EAGER or self.lazy or not self._pending:
+        """Capture every key that has no graph yet, largest first (later ones then fit into its memory); changes no state.
+
+        A key that is not captured here is captured at its first use. `progress` may wrap the keys in a bar.
+        """
+        if self.mode is Mode.EAGER:
             return
-        pending, self._pending = self._pending, []
-        for key in progress(pending):
-            self._capture(key)
+        pending = [key for key in self.keys if key not in self._graphs and key not in self._failed]
+        if pending:
+            for key in progress(sorted(pending, key=lambda key: key.batch * key.query_len, reverse=True)):
+                self._capture(key)
 
     @property
     def captured(self) -> frozenset[GraphKey]:
@@ -123,7 +125,6 @@ class StepGraphs:
         """Drop all graphs and the memory they hold; a later `capture` builds them again."""
         self._graphs.clear()
         self._failed.clear()
-        self._pending = sorted(self.keys, reverse=True)
 
     def report(self) -> dict:
         """Counts for a table or for JSON; `replays_by_key` has keys such as "4x3" for batch 4 at k = 3."""
@@ -149,7 +150,7 @@ class StepGraphs:
         start_s = time.perf_counter()
         try:
             if self.step.state.slots.is_cuda:
-                self._graphs[key] = capture_cuda_graph(self.step, key)
+                self._graphs[key] = capture_cuda_graph(self.step, key, self._pool)
             else:
                 self._graphs[key] = trace_step(self.step, key.batch, key.k)
         # Whatever stops a capture (a host read, memory, a driver fault), the step itself still runs operator by operator.

@@ -66,7 +66,7 @@ class SamplingParams:
             raise ValueError(f"stop_ids has {len(self.stop_ids)} entries; at most {MAX_STOP_IDS} are allowed")
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """A request on its way through the engine. Positions count from the start of the prompt."""
 

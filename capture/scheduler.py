@@ -71,7 +71,6 @@ class Scheduler:
 
     def _write_slot(self, request: Request) -> None:
         state, slot, params, prompt = self.state, request.slot, request.params, request.prompt_ids
-        state.clear_slot(slot)
         state.history[slot, : len(prompt)] = torch.tensor(prompt)
         state.last_token[slot] = prompt[-1]
         state.seq_len[slot] = len(prompt) - 1

@@ -85,7 +85,7 @@ def test_order_of_capture_changes_nothing():
     for order in ([1, 3], [3, 1]):
         step = tiny_step("early-exit:1")
         place(step, 0, PROMPT, temperature=1.0, seed=5)
-        graphs = StepGraphs(step, all_keys((1,), (1, 3)), lazy=True)
+        graphs = StepGraphs(step, all_keys((1,), (1, 3)))
         for k in order:  # an idle replay captures
             step.state.set_rows([-1])
             graphs.replay(1, k)

@@ -1,7 +1,6 @@
 """The `stepgraph` command as a user meets it: results, one-sentence errors, exit statuses."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -133,12 +132,20 @@ def test_interrupt_ends_cleanly_with_what_there_is(tmp_path):
     command = [sys.executable, "-P", "-m", "stepgraph.capture.cli", "generate", "1,2,3", "--model", "random:smollm2-135m"]
     command += ["--mode", "EAGER", "--drafter", "none", "--max-new-tokens", "5000", "--json", str(target)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell runs background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert "loaded" in process.stderr.readline()
-    time.sleep(2.0)  # somewhere inside generation; a later machine only generates less
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert "loaded" in process.stderr.readline()
+        time.sleep(2.0)  # somewhere inside generation; 5,000 tokens take minutes anywhere
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     (request,) = json.loads(target.read_text())["requests"]

@@ -1,5 +1,6 @@
 """From names and sizes to a running engine."""
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +69,10 @@ class EngineOptions:
         if self.max_len is not None:
             require_int("max_len", self.max_len, 2)
         DrafterSpec.parse(self.drafter)
+        if self.device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
+            raise ValueError(f"device is {self.device!r}; allowed are cpu, cuda and cuda:N")
+        if (self.device or "").startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device is {self.device!r}; this machine or this build of torch has no CUDA")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
         if self.mode not in list(Mode):

@@ -8,15 +8,14 @@ import torch
 
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.policies.base import KPolicy
-from stepgraph.capture.request import FinishReason, Request, RequestOutput, SamplingParams
+from stepgraph.capture.request import INT64_MAX, FinishReason, Request, RequestOutput, SamplingParams, TextCallback
 from stepgraph.capture.scheduler import Scheduler
 from stepgraph.capture.state import MAX_STOP_IDS
 from stepgraph.capture.stats import EngineStats
-from stepgraph.kernels.advance import LENGTH, STOPPED
+from stepgraph.kernels.advance import RUNNING, STOPPED
 from stepgraph.model.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
-TextCallback = Callable[[int, str], None]
 
 
 class Engine:
@@ -65,7 +64,7 @@ class Engine:
         self.interrupted = False
         self._next_id = 0
         self._requests: dict[int, Request] = {}
-        self._on_text: TextCallback | None = None
+        self._outputs: dict[int, RequestOutput] = {}  # finished, not handed out yet
 
     # -- request by request ---------------------------------------------------------------------------------------------
 
@@ -83,20 +82,20 @@ class Engine:
         return self._queue(self._new_request(self._next_id, prompt, params))
 
     def step(self) -> list[RequestOutput]:
-        """Admit, run at most one prompt chunk, run one decoding step; returns the requests that finished."""
-        start_s = time.perf_counter()
-        self.scheduler.admit()
-        self._prefill()
-        finished = self._decode()
-        self.stats.elapsed_s += time.perf_counter() - start_s
-        return finished
+        """Admit, run at most one prompt chunk, run one decoding step; returns the requests that have finished since the
+        last call.
+        """
+        self._run_step()
+        return [self._outputs.pop(request_id) for request_id in list(self._outputs)]
 
     def abort(self, request_id: int) -> RequestOutput:
         """End a request now, with what it has generated so far."""
         request = self._requests.get(request_id)
         if request is None:
             raise ValueError(f"request {request_id} is not running")
-        return self._finish(request, FinishReason.ABORTED)
+        self._finish(request, FinishReason.ABORTED)
+        # A `generate` that this call interrupts still has to hand the output to its own caller.
+        return self._outputs[request_id] if request.in_generate else self._outputs.pop(request_id)
 
     # -- all at once ----------------------------------------------------------------------------------------------------
 
@@ -116,35 +115,42 @@ class Engine:
             on_text: called with (request id, new text) as text becomes final.
             on_finish: called with each output as it finishes.
 
-        A keyboard interrupt ends every request with what it has; `interrupted` then says so.
+        A keyboard interrupt ends every request with what it has; `interrupted` then says so. Any other exception of a
+        callback ends them too and goes on to the caller.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters were given for {len(prompts)} prompts")
-        outputs: dict[int, RequestOutput] = {}
-        self._on_text, self.interrupted = on_text, False
-
-        def finish(batch: Iterable[RequestOutput]) -> None:
-            for output in batch:
-                outputs[output.id] = output
-                remaining.discard(output.id)
-                if on_finish is not None:
-                    on_finish(output)
-
         # All are checked before one is queued, so that a bad prompt leaves nothing behind.
         requests = [self._new_request(self._next_id + i, *pair) for i, pair in enumerate(zip(prompts, each, strict=True))]
-        ids = [self._queue(request) for request in requests]
-        remaining = set(ids)
+        for request in requests:
+            request.on_text, request.in_generate = on_text, True
+            self._queue(request)
+        remaining = {request.id for request in requests}
+        outputs: dict[int, RequestOutput] = {}
+        self.interrupted = False
         try:
             self.graphs.capture()
             while remaining:
-                finish(self.step())
+                self._run_step()
+                for request_id in [request_id for request_id in self._outputs if request_id in remaining]:
+                    outputs[request_id] = self._outputs.pop(request_id)
+                    remaining.discard(request_id)
+                    if on_finish is not None:
+                        on_finish(outputs[request_id])
         except KeyboardInterrupt:
             self.interrupted = True
-            finish([self.abort(request_id) for request_id in ids if request_id in self._requests])
         finally:
-            self._on_text = None
-        return [outputs[request_id] for request_id in ids if request_id in outputs]
+            for request in requests:
+                request.on_text = None
+                if request.id in self._requests:
+                    self._finish(request, FinishReason.ABORTED)
+                if request.id in self._outputs:
+                    outputs[request.id] = self._outputs.pop(request.id)
+        if self.interrupted and on_finish is not None:
+            for request_id in sorted(remaining):
+                on_finish(outputs[request_id])
+        return [outputs[request.id] for request in requests]
 
     def report(self) -> dict:
         """Figures of `EngineStats.report` and `StepGraphs.report` in one dictionary."""
@@ -165,7 +171,7 @@ class Engine:
             prompt_ids=ids,
             params=params,
             stop_ids=stop_ids,
-            seed=self.seed + request_id if params.seed is None else params.seed,
+            seed=(self.seed + request_id) & INT64_MAX if params.seed is None else params.seed,
             limit=min(len(ids) + params.max_new_tokens, state.max_len),
             arrived_s=time.perf_counter(),
             drafted_at=[0] * state.k_max,
@@ -217,10 +223,17 @@ class Engine:
             prefilling.remove(request)
             self.scheduler.running.append(request)
 
-    def _decode(self) -> list[RequestOutput]:
+    def _run_step(self) -> None:
+        start_s = time.perf_counter()
+        self.scheduler.admit()
+        self._prefill()
+        self._decode()
+        self.stats.elapsed_s += time.perf_counter() - start_s
+
+    def _decode(self) -> None:
         running = list(self.scheduler.running)
         if not running:
-            return []
+            return
         state, slots = self.graphs.step.state, [request.slot for request in running]
         k = self.policy.choose(len(running))
         for request in running:
@@ -229,17 +242,17 @@ class Engine:
         self.graphs.replay(len(running), k)
         self.stats.steps += 1
 
-        now_s, accepted, finished = time.perf_counter(), [], []
-        for request, after in zip(running, state.snapshot(slots), strict=True):
-            accepted.append(sum(after.accepted_at) - sum(request.accepted_at))
-            request.steps, request.drafted_at, request.accepted_at = after.steps, after.drafted_at, after.accepted_at
-            self._receive(request, state.tokens(request.slot, request.length, after.seq_len + 1), now_s)
-            if after.finished == STOPPED:
-                finished.append(self._finish(request, FinishReason.STOP))
-            elif after.finished == LENGTH:
-                finished.append(self._finish(request, FinishReason.LENGTH))
-        self.policy.observe(k, accepted)
-        return finished
+        now_s, after = time.perf_counter(), state.snapshot(slots)
+        self.policy.observe(
+            k, [sum(now.accepted_at) - sum(request.accepted_at) for request, now in zip(running, after, strict=True)]
+        )
+        for request, now in zip(running, after, strict=True):
+            # A callback may end any request, this one included; its slot is then another's.
+            if request.id in self._requests:
+                request.steps, request.drafted_at, request.accepted_at = now.steps, now.drafted_at, now.accepted_at
+                self._receive(request, state.tokens(request.slot, request.length, now.seq_len + 1), now_s)
+            if request.id in self._requests and now.finished != RUNNING:
+                self._finish(request, FinishReason.STOP if now.finished == STOPPED else FinishReason.LENGTH)
 
     def _receive(self, request: Request, tokens: list[int], now_s: float) -> None:
         request.output_ids += tokens
@@ -250,14 +263,16 @@ class Engine:
 
     def _emit_text(self, request: Request, text: str) -> None:
         request.text += text
-        if text and self._on_text is not None:
-            self._on_text(request.id, text)
+        if text and request.on_text is not None:
+            request.on_text(request.id, text)
 
-    def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """Free what a request holds and keep its output; its text callback comes last, since it may raise."""
         self.scheduler.release(request)
         del self._requests[request.id]
-        if request.decoder is not None:
-            self._emit_text(request, request.decoder.flush())
-        output = request.output(reason)
+        rest = request.decoder.flush() if request.decoder is not None else ""
+        request.text += rest
+        self._outputs[request.id] = output = request.output(reason)
         self.stats.add(output)
-        return output
+        if rest and request.on_text is not None:
+            request.on_text(request.id, rest)

@@ -63,8 +63,6 @@ def run(args: argparse.Namespace) -> int:
     engine.graphs.capture(lambda keys: progress(keys, "capturing", "graph"))
     outputs = _generate(engine, texts, prompts, params, out)
     stats = engine.report()
-    print(file=out)
-    stats_table(stats, out)
     if args.json:
         document = {
             "model": name,
@@ -83,7 +81,12 @@ def run(args: argparse.Namespace) -> int:
             ],
             "stats": stats,
         }
-        _write_json(args.json, document)
+        if args.json != "-":  # kept before anything can go wrong with a terminal
+            Path(args.json).write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(file=out)
+    stats_table(stats, out)
+    if args.json == "-":
+        print(json.dumps(document))
     return INTERRUPTED if engine.interrupted else 0
 
 
@@ -122,11 +125,3 @@ def _require_writable(path: str) -> None:
         raise ValueError(f"--json is {path!r}, which cannot be written: {error.strerror}") from None
     if not existed:
         target.unlink()
-
-
-def _write_json(path: str, document: dict) -> None:
-    text = json.dumps(document, ensure_ascii=False)
-    if path == "-":
-        print(text)
-    else:
-        Path(path).write_text(text + "\n", encoding="utf-8")

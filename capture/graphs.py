@@ -11,6 +11,7 @@ import torch
 
 from stepgraph.capture.cuda import capture_cuda_graph
 from stepgraph.capture.keys import GraphKey, KeySet
+from stepgraph.capture.schedule import require_int
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.capture.trace import trace_step
 
@@ -42,6 +43,9 @@ class StepGraphs:
     On CUDA a graph is a `torch.cuda.CUDAGraph`, elsewhere an FX graph over the same static tensors; every mode computes the
     same step. A step without a graph runs eagerly, is counted as a miss and warned about once per reason.
 
+    A graph holds its tensors, not their names: weights changed in place are seen by the next replay, weights that were
+    replaced or moved are not until `destroy` and a new capture.
+
     Args:
         step: the step; its state's `slots` are the only input that changes between replays.
         keys: the graphs to have.
@@ -60,6 +64,8 @@ class StepGraphs:
         except ValueError:
             raise ValueError(f"mode is {mode!r}; allowed are {', '.join(Mode)}") from None
         largest = max((key.batch for key in keys), default=0)
+        if max(keys.ks, default=0) > step.state.k_max:
+            raise ValueError(f"a graph for k={max(keys.ks)} was asked for; the state was made for k up to {step.state.k_max}")
         if largest > step.state.num_slots:
             raise ValueError(f"a graph for batch {largest} was asked for; the state has {step.state.num_slots} slots")
         self.step, self.keys, self.strict = step, keys, strict
@@ -102,8 +108,8 @@ class StepGraphs:
             CaptureError: strict mode, and there is no graph.
         """
         slots = self.step.state.slots
-        if not 1 <= batch <= len(slots):
-            raise ValueError(f"batch is {batch}; the state runs 1 to {len(slots)} requests")
+        require_int("batch", batch, 1, len(slots))
+        require_int("k", k, 0, self.step.state.k_max)
         key = self.keys.lookup(batch, k)
         bucket = key.batch if key else batch
         slots[batch:bucket] = -1

@@ -1,12 +1,17 @@
 """What a user asks for, and what comes back."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stepgraph.capture.schedule import require_int
 from stepgraph.capture.state import MAX_STOP_IDS
 from stepgraph.model.tokenizer import StreamDecoder
+
+INT64_MAX = 2**63 - 1  # what a state tensor can hold
+
+TextCallback = Callable[[int, str], None]
 
 
 class FinishReason(StrEnum):
@@ -51,17 +56,17 @@ class SamplingParams:
     draft_limit: int | None = None
 
     def __post_init__(self):
-        require_int("max_new_tokens", self.max_new_tokens, 1)
+        require_int("max_new_tokens", self.max_new_tokens, 1, INT64_MAX)
         require_number("temperature", self.temperature, 0.0, 100.0)
-        require_int("top_k", self.top_k, 0)
+        require_int("top_k", self.top_k, 0, INT64_MAX)
         require_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         require_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            require_int("seed", self.seed, 0, 2**63 - 1)
+            require_int("seed", self.seed, 0, INT64_MAX)
         if self.draft_limit is not None:
-            require_int("draft_limit", self.draft_limit, 0)
+            require_int("draft_limit", self.draft_limit, 0, INT64_MAX)
         for stop_id in self.stop_ids:
-            require_int("stop_ids", stop_id, 0)
+            require_int("stop_ids", stop_id, 0, INT64_MAX)
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids has {len(self.stop_ids)} entries; at most {MAX_STOP_IDS} are allowed")
 
@@ -89,6 +94,8 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
     decoder: StreamDecoder | None = None
+    on_text: TextCallback | None = None
+    in_generate: bool = False  # a running `Engine.generate` collects its output
     text: str = ""
 
     @property
@@ -108,7 +115,7 @@ class Request:
             if len(self.output_ids) > 1:
                 tpot_ms = (self.last_token_s - self.first_token_s) * 1e3 / (len(self.output_ids) - 1)
         return RequestOutput(
-            self.id, self.prompt, self.prompt_ids, self.output_ids, self.text, reason, self.steps, self.drafted_at,
+            self.id, self.prompt, self.prompt_ids, list(self.output_ids), self.text, reason, self.steps, self.drafted_at,
             self.accepted_at, ttft_ms, tpot_ms,
         )  # fmt: skip
 

@@ -41,10 +41,10 @@ class Scheduler:
             request = self.waiting[0]
             if not self.allocator.reserve(self.most_blocks(request)):
                 return
-            self.waiting.popleft()
             request.reserved = self.most_blocks(request)
             request.slot = self.free_slots.pop()
             self._write_slot(request)
+            self.waiting.popleft()
             self.prefilling.append(request)
 
     def grow(self, request: Request, tokens: int) -> None:

@@ -23,6 +23,8 @@ class SpeculativeStep(nn.Module):
         super().__init__()
         if state.block_table.shape[1] * kv.block_size < state.max_len:
             raise ValueError(f"block tables of {state.block_table.shape[1]} blocks hold less than max_len={state.max_len}")
+        if state.max_len > target.max_positions:
+            raise ValueError(f"max_len is {state.max_len}; the target has positions for {target.max_positions} tokens")
         self.target, self.kv, self.state, self.drafter = target, kv, state, drafter
 
     def forward(self, batch: int, k: int) -> None:

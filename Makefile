@@ -32,7 +32,7 @@ demo: base ## generate text with the embedded model, speculative and plain side 
 	@$(PY) -m stepgraph.capture.demo
 
 test: lint ## lint, then run every test
-	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
 	@$(INTERPRET) $(PY) -m pytest -n $(WORKERS) tests/kernels/interpreter
 
 gate: extra ## compile every kernel that the model shapes launch, for GPUs that need not be here
@@ -41,7 +41,7 @@ gate: extra ## compile every kernel that the model shapes launch, for GPUs that 
 # The oldest Triton that is supported, over the newest torch; Triton 3.6's interpreter cannot work with NumPy 2.4.
 test-triton-floor: venv ## interpreter tests and the quick gate under Triton 3.6.0
 	@test -e .venv-floor/ready || { rm -rf .venv-floor && $(PY) -m venv .venv-floor && \
-		.venv-floor/bin/python -m pip install --disable-pip-version-check torch==2.13.0 triton==3.6.0 'numpy<2.4' einops \
+		.venv-floor/bin/python -m pip install --disable-pip-version-check torch==2.13.0 triton==3.6.0 'numpy<2.4' einops scipy \
 			pytest pytest-timeout pytest-xdist safetensors tqdm && \
 		.venv-floor/bin/python -m pip install --disable-pip-version-check --no-deps -e . && touch .venv-floor/ready; }
 	@$(INTERPRET) .venv-floor/bin/python -m pytest -n $(WORKERS) tests/kernels/interpreter

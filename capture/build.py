@@ -1,5 +1,6 @@
 """From names and sizes to a running engine."""
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,8 +14,9 @@ from stepgraph.capture.schedule import Schedule, require_int
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.model.checkpoint import LoadedModel, load_model
-from stepgraph.model.drafters import make_drafter
+from stepgraph.model.drafters import DrafterSpec, make_drafter
 from stepgraph.model.kv_cache import PagedKV, block_bytes
+from stepgraph.model.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DEFAULT_MAX_LEN = 2048
@@ -27,7 +29,7 @@ class EngineOptions:
 
     Attributes:
         model: see `stepgraph.model.checkpoint.load_model`.
-        drafter: see `stepgraph.model.drafters.make_drafter`.
+        drafter: see `stepgraph.model.drafters.KNOWN`.
         k: drafts per step; None (with no schedule) is 3, or 0 without a drafter.
         schedule: `[[first batch, last batch, k], …]`, JSON text or a path, instead of k.
         max_batch: most requests decoding at once.
@@ -71,6 +73,11 @@ class EngineOptions:
         require_int("seed", self.seed, 0, 2**62)
         if self.max_len is not None:
             require_int("max_len", self.max_len, 2)
+        DrafterSpec.parse(self.drafter)
+        if self.device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
+            raise ValueError(f"device is {self.device!r}; allowed are cpu, cuda and cuda:N")
+        if (self.device or "").startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError(f"device is {self.device!r}; this machine or this build of torch has no CUDA")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
         require_verify(self.verify)
@@ -105,21 +112,24 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
     """
     policy = options.policy()  # before anything is loaded: a wrong option should not cost a model load
     if loaded is None:
-        loaded = load_model(options.model, **_load_options(options), invariant_linear=options.invariant_linear)
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        loaded = load_model(
+            options.model, dtype=DTYPES[options.dtype], device=device, invariant_linear=options.invariant_linear
+        )
     target = loaded.model
     max_len = min(DEFAULT_MAX_LEN, target.max_positions) if options.max_len is None else options.max_len
     if max_len > target.max_positions:
         raise ValueError(f"max_len is {max_len}; {loaded.name} has positions for {target.max_positions} tokens")
 
-    draft_model = None
-    if options.drafter.startswith("draft-model:"):
+    spec, draft_model = DrafterSpec.parse(options.drafter), None
+    if spec.model:
         draft_model = load_model(
-            options.drafter.partition(":")[2], dtype=target.dtype, device=target.device,
+            spec.model, dtype=target.dtype, device=target.device,
             invariant_linear=target.invariant_linear,
         ).model  # fmt: skip
     num_blocks = _num_blocks(options, max_len, [m for m in (target, draft_model) if m is not None])
     kv = PagedKV(target.config, num_blocks=num_blocks, block_size=options.block_size, dtype=target.dtype, device=target.device)
-    drafter = make_drafter(options.drafter, target, kv, lambda _: draft_model)
+    drafter = make_drafter(spec, target, kv, draft_model)
     state = DecodeState(
         num_slots=options.max_batch,
         max_len=max_len,
@@ -143,15 +153,13 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
     return BuiltEngine(engine, loaded.name, loaded.load_s)
 
 
-def _load_options(options: EngineOptions) -> dict:
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return {"dtype": DTYPES[options.dtype], "device": device}
-
-
-def _num_blocks(options: EngineOptions, max_len: int, models: list) -> int:
+def _num_blocks(options: EngineOptions, max_len: int, models: list[Transformer]) -> int:
+    """Blocks of the pool, the null block included."""
     each = sum(block_bytes(model.config, options.block_size, model.dtype) for model in models)
-    wanted = options.max_batch * -(-max_len // options.block_size)
     affordable = options.kv_memory_bytes // each
-    if affordable < 1:
-        raise ValueError(f"kv_memory_bytes is {options.kv_memory_bytes}; one block of {options.block_size} tokens takes {each}")
-    return 1 + min(wanted, affordable)
+    if affordable < 2:
+        raise ValueError(
+            f"kv_memory_bytes is {options.kv_memory_bytes}; a block of {options.block_size} tokens takes {each}, and at least "
+            "2 blocks are needed"
+        )
+    return min(1 + options.max_batch * -(-max_len // options.block_size), affordable)

@@ -21,7 +21,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    # Imported here: `stepgraph --help` should not wait for torch to load more than it must.
+    # Imported here, under `guarded`: loading torch takes seconds, and an interrupt may fall into them.
     from stepgraph.capture import generate
 
     parser = Parser(prog="stepgraph", description="Whole speculative-decoding steps, one graph for each (batch, k).")
@@ -29,14 +29,20 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("generate", help="generate text", description=generate.__doc__)
     generate.add_arguments(command)
     command.set_defaults(run=generate.run)
+    compile_gate = commands.add_parser("compile", help="compile every kernel for GPUs that need not be here", add_help=False)
+    compile_gate.set_defaults(run=None)
     return parser
 
 
-def run_command(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def guarded(run: Callable[[], int]) -> int:
     """Run a command; errors become one sentence. Returns the exit status."""
     warnings.showwarning = _show_warning
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="replace")  # a terminal that cannot show a character still gets the rest
     try:
-        return run(args)
+        return run()
     except KeyboardInterrupt:
         print("stepgraph: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -51,8 +57,18 @@ def run_command(run: Callable[[argparse.Namespace], int], args: argparse.Namespa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `stepgraph` command line; returns the exit status."""
-    args = build_parser().parse_args(argv)
-    return run_command(args.run, args)
+
+    def run() -> int:
+        args, rest = build_parser().parse_known_args(argv)
+        if args.command == "compile":
+            from stepgraph.kernels.compile import main as compile_main
+
+            return compile_main(rest)
+        if rest:
+            build_parser().error(f"unrecognized arguments: {' '.join(rest)}")
+        return args.run(args)
+
+    return guarded(run)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepgraph.capture.build import EngineOptions, build_engine
-from stepgraph.capture.cli import Parser, run_command
+from stepgraph.capture.cli import Parser, guarded
 from stepgraph.capture.console import progress, shown
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.prompts import encode_prompt, read_prompts
@@ -28,7 +28,8 @@ def main() -> int:
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--prompts", default=str(PROMPTS), help="JSON lines; the demo's own four, or all of another file")
-    return run_command(run, parser.parse_args())
+    args = parser.parse_args()
+    return guarded(lambda: run(args))
 
 
 def run(args: argparse.Namespace) -> int:

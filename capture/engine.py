@@ -9,24 +9,25 @@ import torch
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.policies.base import KPolicy
 from stepgraph.capture.request import (
+    INT64_MAX,
     VERIFY,
     FinishReason,
     Request,
     RequestOutput,
     SamplingParams,
+    TextCallback,
     require_number,
     require_verify,
 )
 from stepgraph.capture.scheduler import Scheduler
-from stepgraph.capture.state import MAX_STOP_IDS
+from stepgraph.capture.state import MAX_STOP_IDS, SlotSnapshot
 from stepgraph.capture.stats import EngineStats
 from stepgraph.capture.stops import StopStrings
-from stepgraph.kernels.advance import LENGTH, STOPPED
+from stepgraph.kernels.advance import RUNNING, STOPPED
 from stepgraph.kernels.rejection import Verify
 from stepgraph.model.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
-TextCallback = Callable[[int, str], None]
 
 
 class Engine:
@@ -89,7 +90,7 @@ class Engine:
         self.interrupted = False
         self._next_id = 0
         self._requests: dict[int, Request] = {}
-        self._on_text: TextCallback | None = None
+        self._outputs: dict[int, RequestOutput] = {}  # finished, not handed out yet
 
     # -- request by request ---------------------------------------------------------------------------------------------
 
@@ -107,21 +108,20 @@ class Engine:
         return self._queue(self._new_request(self._next_id, prompt, params))
 
     def step(self) -> list[RequestOutput]:
-        """Admit, run at most one prompt chunk, run one decoding step; returns the requests that finished."""
-        start_s = time.perf_counter()
-        self.graphs.capture()
-        self.scheduler.admit()
-        self._prefill()
-        finished = self._decode()
-        self.stats.elapsed_s += time.perf_counter() - start_s
-        return finished
+        """Admit, run at most one prompt chunk, run one decoding step; returns the requests that have finished since the
+        last call.
+        """
+        self._run_step()
+        return [self._outputs.pop(request_id) for request_id in list(self._outputs)]
 
     def abort(self, request_id: int) -> RequestOutput:
         """End a request now, with what it has generated so far."""
         request = self._requests.get(request_id)
         if request is None:
             raise ValueError(f"request {request_id} is not running")
-        return self._finish(request, FinishReason.ABORTED)
+        self._finish(request, FinishReason.ABORTED)
+        # A `generate` that this call interrupts still has to hand the output to its own caller.
+        return self._outputs[request_id] if request.in_generate else self._outputs.pop(request_id)
 
     # -- all at once ----------------------------------------------------------------------------------------------------
 
@@ -141,32 +141,42 @@ class Engine:
             on_text: called with (request id, new text) as text becomes final.
             on_finish: called with each output as it finishes.
 
-        A keyboard interrupt ends every request with what it has; `interrupted` then says so.
+        A keyboard interrupt ends every request with what it has; `interrupted` then says so. Any other exception of a
+        callback ends them too and goes on to the caller.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters were given for {len(prompts)} prompts")
-        outputs: dict[int, RequestOutput] = {}
-        self._on_text, self.interrupted = on_text, False
-
-        def finish(batch: Iterable[RequestOutput]) -> None:
-            for output in batch:
-                outputs[output.id] = output
-                if on_finish is not None:
-                    on_finish(output)
-
         # All are checked before one is queued, so that a bad prompt leaves nothing behind.
         requests = [self._new_request(self._next_id + i, *pair) for i, pair in enumerate(zip(prompts, each, strict=True))]
-        ids = [self._queue(request) for request in requests]
+        for request in requests:
+            request.on_text, request.in_generate = on_text, True
+            self._queue(request)
+        remaining = {request.id for request in requests}
+        outputs: dict[int, RequestOutput] = {}
+        self.interrupted = False
         try:
-            while any(request_id not in outputs for request_id in ids):
-                finish(self.step())
+            self.graphs.capture()
+            while remaining:
+                self._run_step()
+                for request_id in [request_id for request_id in self._outputs if request_id in remaining]:
+                    outputs[request_id] = self._outputs.pop(request_id)
+                    remaining.discard(request_id)
+                    if on_finish is not None:
+                        on_finish(outputs[request_id])
         except KeyboardInterrupt:
             self.interrupted = True
-            finish([self.abort(request_id) for request_id in ids if request_id in self._requests])
         finally:
-            self._on_text = None
-        return [outputs[request_id] for request_id in ids if request_id in outputs]
+            for request in requests:
+                request.on_text = None
+                if request.id in self._requests:
+                    self._finish(request, FinishReason.ABORTED)
+                if request.id in self._outputs:
+                    outputs[request.id] = self._outputs.pop(request.id)
+        if self.interrupted and on_finish is not None:
+            for request_id in sorted(remaining):
+                on_finish(outputs[request_id])
+        return [outputs[request.id] for request in requests]
 
     def report(self) -> dict:
         """Figures of `EngineStats.report` and `StepGraphs.report` in one dictionary."""
@@ -187,7 +197,7 @@ class Engine:
             prompt_ids=ids,
             params=params,
             stop_ids=stop_ids,
-            seed=self.seed + request_id if params.seed is None else params.seed,
+            seed=(self.seed + request_id) & INT64_MAX if params.seed is None else params.seed,
             limit=min(len(ids) + params.max_new_tokens, state.max_len),
             arrived_s=time.perf_counter(),
             drafted_at=[0] * state.k_max,
@@ -233,27 +243,32 @@ class Engine:
         return request.id
 
     def _prefill(self) -> None:
-        """One chunk of the oldest request that has prompt left; requests without any (more) join the decoding ones."""
-        scheduler = self.scheduler
-        budget = self.prefill_chunk
-        for request in list(scheduler.prefilling):
-            remaining = request.prefill_target - request.prefilled
-            if remaining and budget:
-                count = min(remaining, budget)
-                chunk = request.prompt_ids[request.prefilled : request.prefilled + count]
-                scheduler.grow(request, request.prefilled + count)
-                with torch.no_grad():
-                    self.graphs.step.prefill(request.slot, chunk, request.prefilled)
-                request.prefilled += count
-                budget -= count
-            if request.prefilled == request.prefill_target:
-                scheduler.prefilling.remove(request)
-                scheduler.running.append(request)
+        """One chunk of the oldest request that has prompt left, so that where a prompt is cut depends on itself alone.
+        Requests without any (more) join the decoding ones.
+        """
+        prefilling = self.scheduler.prefilling
+        oldest = next((request for request in prefilling if request.prefilled < request.prefill_target), None)
+        if oldest is not None:
+            stop = min(oldest.prefilled + self.prefill_chunk, oldest.prefill_target)
+            self.scheduler.grow(oldest, stop)
+            with torch.no_grad():
+                self.graphs.step.prefill(oldest.slot, oldest.prompt_ids[oldest.prefilled : stop], oldest.prefilled)
+            oldest.prefilled = stop
+        for request in [request for request in prefilling if request.prefilled == request.prefill_target]:
+            prefilling.remove(request)
+            self.scheduler.running.append(request)
 
-    def _decode(self) -> list[RequestOutput]:
+    def _run_step(self) -> None:
+        start_s = time.perf_counter()
+        self.scheduler.admit()
+        self._prefill()
+        self._decode()
+        self.stats.elapsed_s += time.perf_counter() - start_s
+
+    def _decode(self) -> None:
         running = list(self.scheduler.running)
         if not running:
-            return []
+            return
         state, slots = self.graphs.step.state, [request.slot for request in running]
         k = self.policy.choose(len(running))
         for request in running:
@@ -262,67 +277,39 @@ class Engine:
         self.graphs.replay(len(running), k)
         self.stats.steps += 1
 
-        now_s, accepted, finished = time.perf_counter(), [], []
-        for request, after in zip(running, state.snapshot(slots), strict=True):
-            accepted.append(sum(after.accepted_at) - sum(request.accepted_at))
-            request.steps, request.drafted_at, request.accepted_at = after.steps, after.drafted_at, after.accepted_at
-            request.repaired = after.repaired
-            start, stop = request.length, after.seq_len + 1
-            if request.params.logprobs:
-                request.logprobs += state.logprobs[request.slot, start:stop].tolist()
-            trimmed = self._receive(request, state.tokens(request.slot, start, stop), now_s)
-            if trimmed:
-                accepted[-1] -= _take_back(request, stop - start, trimmed, accepted[-1])
-            if after.finished == STOPPED or (request.stops is not None and request.stops.found):
-                finished.append(self._finish(request, FinishReason.STOP))
-            elif after.finished == LENGTH:
-                finished.append(self._finish(request, FinishReason.LENGTH))
-        self.policy.observe(k, accepted)
-        return finished
+        now_s, after = time.perf_counter(), state.snapshot(slots)
+        self.policy.observe(
+            k, [sum(now.accepted_at) - sum(request.accepted_at) for request, now in zip(running, after, strict=True)]
+        )
+        for request, now in zip(running, after, strict=True):
+            # A callback may end any request, this one included; its slot is then another's.
+            if request.id in self._requests:
+                self._receive(request, now, now_s)
+            if request.id in self._requests and (now.finished != RUNNING or request.stopped):
+                stopped = now.finished == STOPPED or request.stopped
+                self._finish(request, FinishReason.STOP if stopped else FinishReason.LENGTH)
 
-    def _receive(self, request: Request, tokens: list[int], now_s: float) -> int:
-        """Take in the tokens of a step; returns how many of them follow a stop string and are dropped."""
+    def _receive(self, request: Request, now: SlotSnapshot, now_s: float) -> None:
+        """Take in what a step committed; text goes out last, since its callback may do anything."""
+        state, start, stop = self.graphs.step.state, request.length, now.seq_len + 1
+        tokens = state.tokens(request.slot, start, stop)
+        logprobs = state.logprobs[request.slot, start:stop].tolist() if request.params.logprobs else []
         request.first_token_s = request.first_token_s or now_s
         request.last_token_s = now_s
-        if request.stops is None:
-            request.output_ids += tokens
-            if request.decoder is not None:
-                self._emit_text(request, request.decoder.push(tokens))
-            return 0
-        for index, token in enumerate(tokens):  # one by one, to know which token completes a stop string
-            request.output_ids.append(token)
-            self._emit_text(request, request.stops.push(request.decoder.push([token])))
-            if request.stops.found:
-                return len(tokens) - 1 - index
-        return 0
+        self._emit_text(request, request.receive(tokens, logprobs, now))
 
     def _emit_text(self, request: Request, text: str) -> None:
         request.text += text
-        if text and self._on_text is not None:
-            self._on_text(request.id, text)
+        if text and request.on_text is not None:
+            request.on_text(request.id, text)
 
-    def _finish(self, request: Request, reason: FinishReason) -> RequestOutput:
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """Free what a request holds and keep its output; its text callback comes last, since it may raise."""
         self.scheduler.release(request)
         del self._requests[request.id]
-        if request.stops is not None:
-            if not request.stops.found:
-                self._emit_text(request, request.stops.push(request.decoder.flush()))
-                self._emit_text(request, "" if request.stops.found else request.stops.flush())
-        elif request.decoder is not None:
-            self._emit_text(request, request.decoder.flush())
-        output = request.output(reason)
+        rest = request.flush_text()
+        request.text += rest
+        self._outputs[request.id] = output = request.output(reason)
         self.stats.add(output)
-        return output
-
-
-def _take_back(request: Request, count: int, trimmed: int, accepted: int) -> int:
-    """Drop the last `trimmed` of the `count` tokens of a step, `accepted` of which were drafts, from log-probabilities and
-    counters; returns how many accepted drafts were among them.
-    """
-    kept = count - trimmed
-    if request.params.logprobs:
-        del request.logprobs[-trimmed:]
-    request.accepted_at = list(request.accepted_at)
-    for position in range(kept, accepted):
-        request.accepted_at[position] -= 1
-    return max(accepted - kept, 0)
+        if rest and request.on_text is not None:
+            request.on_text(request.id, rest)

@@ -12,6 +12,7 @@ from stepgraph.capture.engine import Engine
 from stepgraph.capture.graphs import Mode
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import VERIFY, FinishReason, RequestOutput, SamplingParams
+from stepgraph.model.drafters import KNOWN as KNOWN_DRAFTERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("texts", nargs="*", metavar="PROMPT", help="prompt texts (token ids, as 1,2,3, for a random: model)")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help='more prompts, one {"id", "category", "prompt"} a line')
     parser.add_argument("--model", default=defaults.model, help="smollm2-135m, random:PRESET, directory, .gguf or org/name")
-    parser.add_argument(
-        "--drafter", default=defaults.drafter, help="none, ngram, ngram:MIN-MAX, early-exit:N, draft-model:MODEL"
-    )
+    parser.add_argument("--drafter", default=defaults.drafter, help=KNOWN_DRAFTERS)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--k", type=int, help="drafts a step (default 3; 0 without a drafter)")
     choice.add_argument("--schedule", help="k by batch: [[first, last, k], …] as JSON text or a file")
@@ -80,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     engine.graphs.capture(lambda keys: progress(keys, "capturing", "graph"))
     outputs = _generate(engine, texts, prompts, params, out)
     stats = engine.report()
-    print(file=out)
-    stats_table(stats, out)
     if args.json:
         document = {
             "model": name,
@@ -102,7 +99,12 @@ def run(args: argparse.Namespace) -> int:
             ],
             "stats": stats,
         }
-        _write_json(args.json, document)
+        if args.json != "-":  # kept before anything can go wrong with a terminal
+            Path(args.json).write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(file=out)
+    stats_table(stats, out)
+    if args.json == "-":
+        print(json.dumps(document))
     return INTERRUPTED if engine.interrupted else 0
 
 
@@ -152,11 +154,3 @@ def _require_writable(path: str) -> None:
         raise ValueError(f"--json is {path!r}, which cannot be written: {error.strerror}") from None
     if not existed:
         target.unlink()
-
-
-def _write_json(path: str, document: dict) -> None:
-    text = json.dumps(document, ensure_ascii=False)
-    if path == "-":
-        print(text)
-    else:
-        Path(path).write_text(text + "\n", encoding="utf-8")

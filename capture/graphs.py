@@ -11,6 +11,7 @@ import torch
 
 from stepgraph.capture.cuda import capture_cuda_graph
 from stepgraph.capture.keys import GraphKey, KeySet
+from stepgraph.capture.schedule import require_int
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.capture.trace import trace_step
 
@@ -42,12 +43,14 @@ class StepGraphs:
     On CUDA a graph is a `torch.cuda.CUDAGraph`, elsewhere an FX graph over the same static tensors; every mode computes the
     same step. A step without a graph runs eagerly, is counted as a miss and warned about once per reason.
 
+    A graph holds its tensors, not their names: weights changed in place are seen by the next replay, weights that were
+    replaced or moved are not until `destroy` and a new capture.
+
     Args:
         step: the step; its state's `slots` are the only input that changes between replays.
         keys: the graphs to have.
         mode: FULL or EAGER.
         strict: raise `CaptureError` instead of falling back to eager.
-        lazy: capture a key at its first use instead of in `capture()`.
 
     Attributes:
         hits, misses: steps that found a graph, and that did not (EAGER mode counts neither).
@@ -55,36 +58,45 @@ class StepGraphs:
         capture_s: seconds each key's capture took, by key.
     """
 
-    def __init__(
-        self, step: SpeculativeStep, keys: KeySet, *, mode: Mode | str = Mode.FULL, strict: bool = False, lazy: bool = False
-    ):
+    def __init__(self, step: SpeculativeStep, keys: KeySet, *, mode: Mode | str = Mode.FULL, strict: bool = False):
         try:
             self.mode = Mode(mode)
         except ValueError:
             raise ValueError(f"mode is {mode!r}; allowed are {', '.join(Mode)}") from None
         largest = max((key.batch for key in keys), default=0)
+        if max(keys.ks, default=0) > step.state.k_max:
+            raise ValueError(f"a graph for k={max(keys.ks)} was asked for; the state was made for k up to {step.state.k_max}")
         if largest > step.state.num_slots:
             raise ValueError(f"a graph for batch {largest} was asked for; the state has {step.state.num_slots} slots")
-        self.step, self.keys, self.strict, self.lazy = step, keys, strict, lazy
+        self.step, self.keys, self.strict = step, keys, strict
         self.hits, self.misses = 0, 0
         self.replays: Counter[GraphKey] = Counter()
         self.capture_s: dict[GraphKey, float] = {}
         self._graphs: dict[GraphKey, Graph] = {}
         self._failed: dict[GraphKey, str] = {}
         self._warned: set[str] = set()
-        self._pending = sorted(keys, reverse=True)
+        # One pool for all graphs: they never run at the same time, so they may share their scratch memory.
+        self._pool = torch.cuda.graph_pool_handle() if step.state.slots.is_cuda else None
 
     def capture(self, progress: Callable[[Iterable[GraphKey]], Iterable[GraphKey]] = iter) -> None:
-        """Capture every key that has no graph yet, largest first; changes no state. `progress` may wrap the keys in a bar."""
-        if self.mode is Mode.EAGER or self.lazy or not self._pending:
+        """Capture every key that has no graph yet, largest first (later ones then fit into its memory); changes no state.
+
+        A key that is not captured here is captured at its first use. `progress` may wrap the keys in a bar.
+        """
+        if self.mode is Mode.EAGER:
             return
-        pending, self._pending = self._pending, []
-        for key in progress(pending):
-            self._capture(key)
+        pending = [key for key in self.keys if key not in self._graphs and key not in self._failed]
+        if pending:
+            for key in progress(sorted(pending, key=lambda key: key.batch * key.query_len, reverse=True)):
+                self._capture(key)
 
     @property
     def captured(self) -> frozenset[GraphKey]:
         return frozenset(self._graphs)
+
+    def __getitem__(self, key: GraphKey) -> Graph:
+        """The captured graph of a key; KeyError when there is none."""
+        return self._graphs[key]
 
     def replay(self, batch: int, k: int) -> GraphKey | None:
         """Run one step for the first `batch` rows of `state.slots` with k drafts a row.
@@ -96,8 +108,8 @@ class StepGraphs:
             CaptureError: strict mode, and there is no graph.
         """
         slots = self.step.state.slots
-        if not 1 <= batch <= len(slots):
-            raise ValueError(f"batch is {batch}; the state runs 1 to {len(slots)} requests")
+        require_int("batch", batch, 1, len(slots))
+        require_int("k", k, 0, self.step.state.k_max)
         key = self.keys.lookup(batch, k)
         bucket = key.batch if key else batch
         slots[batch:bucket] = -1
@@ -119,7 +131,6 @@ class StepGraphs:
         """Drop all graphs and the memory they hold; a later `capture` builds them again."""
         self._graphs.clear()
         self._failed.clear()
-        self._pending = sorted(self.keys, reverse=True)
 
     def report(self) -> dict:
         """Counts for a table or for JSON; `replays_by_key` has keys such as "4x3" for batch 4 at k = 3."""
@@ -145,7 +156,7 @@ class StepGraphs:
         start_s = time.perf_counter()
         try:
             if self.step.state.slots.is_cuda:
-                self._graphs[key] = capture_cuda_graph(self.step, key)
+                self._graphs[key] = capture_cuda_graph(self.step, key, self._pool)
             else:
                 self._graphs[key] = trace_step(self.step, key.batch, key.k)
         # Whatever stops a capture (a host read, memory, a driver fault), the step itself still runs operator by operator.

@@ -25,7 +25,7 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
         ValueError: the file cannot be read, or a line is not such an object; names the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # other line breaks are legal inside JSON texts
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompts file {str(path)!r} cannot be read: {error}") from None
     records = []
@@ -34,8 +34,8 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
             continue
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"prompts file {path}, line {number}: not JSON ({error.msg})") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"prompts file {path}, line {number}: not JSON ({error})") from None
         if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in PROMPT_KEYS):
             raise ValueError(f'prompts file {path}, line {number}: an object with texts "id", "category", "prompt" is needed')
         records.append(PromptRecord(*(entry[key] for key in PROMPT_KEYS)))
@@ -57,7 +57,13 @@ def encode_prompt(text: str, tokenizer: Tokenizer | None, chat: bool | None = No
     """
     if not text.strip():
         raise ValueError("a prompt is empty; at least one token is needed")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"a prompt holds characters that are no Unicode text: {text[:40]!r}") from None
     if tokenizer is None:
+        if chat:
+            raise ValueError("a chat template was asked for; the model has no tokenizer")
         try:
             return [int(part) for part in text.split(",")]
         except ValueError:

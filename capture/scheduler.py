@@ -41,10 +41,10 @@ class Scheduler:
             request = self.waiting[0]
             if not self.allocator.reserve(self.most_blocks(request)):
                 return
-            self.waiting.popleft()
             request.reserved = self.most_blocks(request)
             request.slot = self.free_slots.pop()
             self._write_slot(request)
+            self.waiting.popleft()
             self.prefilling.append(request)
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -71,7 +71,6 @@ class Scheduler:
 
     def _write_slot(self, request: Request) -> None:
         state, slot, params, prompt = self.state, request.slot, request.params, request.prompt_ids
-        state.clear_slot(slot)
         state.history[slot, : len(prompt)] = torch.tensor(prompt)
         state.last_token[slot] = prompt[-1]
         state.seq_len[slot] = len(prompt) - 1

@@ -103,39 +103,35 @@ class DecodeState(nn.Module):
         A row may have as many drafts as fit: with room for r more tokens at most r − 1 drafts are of use (one token always
         follows them), and the drafter's inputs must lie below its own largest position.
         """
-        null = self.num_slots
         row_slots = self.slots[:batch]
-        slots = torch.where(row_slots >= 0, row_slots, null)
-        live = (row_slots >= 0) & (self.finished[slots] == RUNNING)
-        slots = torch.where(live, slots, null)
-        seq_len = torch.where(live, self.seq_len[slots], 0)
-        last_token = torch.where(live, self.last_token[slots], 0)
-        previous = self.history[slots].gather(1, (seq_len - 1).clamp(min=0)[:, None])[:, 0]
-
+        live = (row_slots >= 0) & (self.finished[row_slots] == RUNNING)
+        slots = torch.where(live, row_slots, self.num_slots)  # the null slot: no tokens, no drafts, greedy
+        seq_len = self.seq_len[slots]
         num_drafts = torch.minimum(self.draft_limit[slots], self.limit[slots] - 2 - seq_len).clamp(max=k)
         if drafter_positions is not None:
             num_drafts = torch.minimum(num_drafts, drafter_positions - seq_len)
+        previous = self.history[slots, (seq_len - 1).clamp(min=0)]
         return StepRows(
             slots=slots,
             live=live,
             seq_len=seq_len,
-            last_token=last_token,
-            previous_token=torch.where(live & (seq_len > 0), previous, -1),
-            num_drafts=torch.where(live, num_drafts.clamp(min=0), 0),
-            block_table=torch.where(live[:, None], self.block_table[slots], 0),
+            last_token=self.last_token[slots],
+            previous_token=torch.where(seq_len > 0, previous, -1),
+            num_drafts=num_drafts.clamp(min=0),
+            block_table=self.block_table[slots],
             history=self.history,
-            temperature=torch.where(live, self.temperature[slots], 0.0),
-            top_k=torch.where(live, self.top_k[slots], 0),
-            top_p=torch.where(live, self.top_p[slots], 1.0),
-            min_p=torch.where(live, self.min_p[slots], 0.0),
-            seed=torch.where(live, self.seed[slots], 0),
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            min_p=self.min_p[slots],
+            seed=self.seed[slots],
         )
 
     def clear_slot(self, slot: int) -> None:
         """Forget the request of a slot: nothing of it may reach the next one."""
         for name, buffer in self.named_buffers():
             if name != "slots":
-                buffer[slot] = EMPTY.get(name, 0)
+                buffer[slot] = buffer[self.num_slots]
 
     def snapshot(self, slots: list[int]) -> list[SlotSnapshot]:
         """Read the given slots on the host."""

@@ -25,12 +25,13 @@ class SpeculativeStep(nn.Module):
         super().__init__()
         if state.block_table.shape[1] * kv.block_size < state.max_len:
             raise ValueError(f"block tables of {state.block_table.shape[1]} blocks hold less than max_len={state.max_len}")
+        if state.max_len > target.max_positions:
+            raise ValueError(f"max_len is {state.max_len}; the target has positions for {target.max_positions} tokens")
         self.target, self.kv, self.state, self.drafter = target, kv, state, drafter
 
     def forward(self, batch: int, k: int) -> None:
         rows = self.state.rows(batch, k, self.drafter.max_positions if self.drafter else None)
-        drafts = self._draft(rows, k)
-
+        drafts = self.draft(rows, k)
         num_drafts = (drafts.tokens >= 0).sum(1)
 
         # verify: the query is [last token, d_1 .. d_k] at positions seq_len .. seq_len + k; only real tokens enter the cache
@@ -61,7 +62,7 @@ class SpeculativeStep(nn.Module):
         record_logprobs(logits, emitted, slots, rows.seq_len, state.wants_logprobs, state.seq_len, state.logprobs)
         state.repaired.index_add_(0, slots, torch.where(rows.live, repaired, 0))
 
-    def _draft(self, rows: StepRows, k: int) -> Proposal:
+    def draft(self, rows: StepRows, k: int) -> Proposal:
         """Proposals with −1 in the columns that a row may not use, and in all columns from its first −1 on."""
         if k == 0:
             return Proposal(rows.last_token.new_empty((rows.last_token.shape[0], 0)), None)

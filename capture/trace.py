@@ -48,6 +48,4 @@ def trace_step(step: SpeculativeStep, batch: int, k: int) -> TracedStep:
     fake_mode = FakeTensorMode()
     with torch.no_grad(), fake_mode:
         graph = make_fx(whole_step)(*(fake_mode.from_tensor(tensor) for tensor in tensors.values()))
-    for node, name in zip(graph.graph.find_nodes(op="placeholder"), names, strict=True):
-        node.meta["tensor_name"] = name
     return TracedStep(graph, names, tuple(tensors.values()))

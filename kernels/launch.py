@@ -5,7 +5,6 @@ compile gate compiles and what a plan counts, so that neither can drift from wha
 itself on tensors without storage.
 """
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -178,11 +177,6 @@ def _device_target(index: int) -> Target:
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
     )
-
-
-def interpreted() -> bool:
-    """Whether this process runs Triton kernels through the interpreter."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -71,15 +71,15 @@ def rope_kv_write_reference(
     """
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(*qkv.shape[:2], num_heads + 2 * kv_heads, head_dim)
-    q, k, v = heads.split([num_heads, kv_heads, kv_heads], dim=2)
-    if q_norm is not None:
-        q = rms_norm_reference(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm_reference(k, k_norm, eps)
+    qk, v = heads.split([num_heads + kv_heads, kv_heads], dim=2)
+    if q_norm is not None or k_norm is not None:
+        halves = zip(qk.split([num_heads, kv_heads], dim=2), (q_norm, k_norm), strict=True)
+        qk = torch.cat([x if weight is None else rms_norm_reference(x, weight, eps) for x, weight in halves], dim=2)
+    q, k = rotate_reference(qk, positions, rope).split([num_heads, kv_heads], dim=2)
     k_scales, v_scales = (None, None) if kv_scales is None else kv_scales.unbind(0)
-    write_kv_reference(k_cache, rotate_reference(k, positions, rope), kv_slots, k_scales)
+    write_kv_reference(k_cache, k, kv_slots, k_scales)
     write_kv_reference(v_cache, v, kv_slots, v_scales)
-    return rotate_reference(q, positions, rope)
+    return q.contiguous()
 
 
 def _fake(qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales=None):

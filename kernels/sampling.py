@@ -62,7 +62,7 @@ def token_law_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     ranked_law = torch.where(ranked_kept, law.gather(-1, order), 0.0)
     ranked_law = ranked_law / ranked_law.sum(-1, keepdim=True)
     mass_before = ranked_law.cumsum(-1) - ranked_law
-    ranked_kept = ranked_kept & ((mass_before < top_p[:, None].to(dtype)) | (top_p[:, None] >= 1))
+    ranked_kept = ranked_kept & ((rank == 0) | (mass_before < top_p[:, None].to(dtype)) | (top_p[:, None] >= 1))
     kept = torch.zeros_like(kept).scatter(-1, order, ranked_kept)
 
     law = torch.where(kept, scaled, -torch.inf).softmax(-1)

@@ -20,11 +20,9 @@ class PagedKV(nn.Module):
         block_size: int,
         dtype: torch.dtype,
         device: str | torch.device = "cpu",
-        num_layers: int | None = None,
     ):
         super().__init__()
-        layers = config.num_layers if num_layers is None else num_layers
-        shape = (layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         self.register_buffer("storage", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
 
     @property

@@ -6,7 +6,7 @@ from torch import Tensor
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.model.config import ModelConfig, RopeConfig
-from stepgraph.model.drafters import Drafter, Proposal, StepRows, make_drafter
+from stepgraph.model.drafters import Drafter, DrafterSpec, Proposal, StepRows, make_drafter
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.transformer import Transformer
 
@@ -54,11 +54,10 @@ def tiny_step(
     kv = PagedKV(model.config, num_blocks=num_slots * per_slot + 1, block_size=block_size, dtype=model.dtype, device=device)
     state = DecodeState(num_slots=num_slots, max_len=max_len, block_size=block_size, k_max=k_max, device=device)
     if isinstance(drafter, str):
-
-        def load(_: str) -> Transformer:
-            return tiny_model(draft_seed, model.config.family, model.dtype).to(device)
-
-        drafter = make_drafter(drafter, model, kv, load)
+        spec, draft_model = DrafterSpec.parse(drafter), None
+        if spec.model:
+            draft_model = tiny_model(draft_seed, model.config.family, model.dtype).to(device)
+        drafter = make_drafter(spec, model, kv, draft_model)
     return SpeculativeStep(model, kv, state, drafter)
 
 

@@ -11,7 +11,7 @@ from stepgraph.kernels.attention.reference import read_cache
 from stepgraph.kernels.norm import accumulation_dtype
 
 # Beyond this query length (prefill chunks) rows share one call; a chunk's bits may depend on its length.
-MAX_ROWWISE_QUERY = 16
+MAX_ROWWISE_QUERY = 32
 
 
 def uniform_decode_attention_cpu(

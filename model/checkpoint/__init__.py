@@ -72,7 +72,7 @@ def _resolve(name: str, options: dict[str, Any], seed: int) -> tuple[Transformer
     if name.startswith(RANDOM_PREFIX):
         return Transformer(preset(name.removeprefix(RANDOM_PREFIX)), **options).randomize(seed), None, name
     if name and path.is_dir():
-        return *_load_directory(path, options), path.resolve().name
+        return *_load_directory(path.resolve(), options), path.resolve().name
     if path.suffix == ".gguf":
         return *_load_gguf(path, options), path.stem
     if HUB_REPOSITORY.fullmatch(name):

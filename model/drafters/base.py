@@ -1,5 +1,6 @@
 """What a drafter is: it proposes k tokens a row in a fixed shape, and is told what was verified."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,6 +89,36 @@ class Drafter(nn.Module):
 
     def prefill(self, tokens: Tensor, rows: QueryRows, hidden: Tensor) -> None:
         """A chunk of a prompt went through the target: `tokens [1, C]` at `rows`, final hidden states `[1, C, hidden]`."""
+
+
+def draft_rows(
+    rows: StepRows,
+    columns: Iterable[int],
+    block_size: int,
+    token: Tensor,
+    logits_of: Callable[[Tensor, QueryRows], Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Draft autoregressively, one row a column.
+
+    Args:
+        rows: the step's rows.
+        columns: columns to draft, 0-based, in order.
+        block_size: tokens in a KV block.
+        token: `[B]` int64, the token before the first of the columns.
+        logits_of: runs a model over tokens `[B, 1]` at the given rows and returns logits `[B, V]`.
+
+    Returns:
+        tokens `[B]` and laws `[B, V]` of each column.
+    """
+    tokens, laws = [], []
+    for column in columns:
+        drafting = rows.live & (rows.num_drafts > column)
+        position = rows.seq_len + column
+        query = rows.query(position, 1, block_size, live=drafting, writable=position + 1)
+        token, law = draw_draft(logits_of(token[:, None], query), rows, column)
+        tokens.append(token)
+        laws.append(law)
+    return tokens, laws
 
 
 def draw_draft(logits: Tensor, rows: StepRows, column: int) -> tuple[Tensor, Tensor]:

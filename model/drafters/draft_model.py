@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stepgraph.model.drafters.base import Drafter, Proposal, StepRows, draw_draft
+from stepgraph.model.drafters.base import Drafter, Proposal, StepRows, draft_rows, draw_draft
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.rows import QueryRows
 from stepgraph.model.transformer import Transformer
@@ -25,17 +25,12 @@ class DraftModelDrafter(Drafter):
         self.max_positions: int = model.max_positions
 
     def propose(self, rows: StepRows, k: int) -> Proposal:
+        def one_row(tokens: Tensor, query: QueryRows) -> Tensor:
+            return self.model.logits(self.model.hidden(tokens, query, self.kv)[:, 0])
+
         token, law = draw_draft(self.model.logits(self._catch_up(rows)[:, 1]), rows, 0)
-        tokens, laws = [token], [law]
-        for column in range(1, k):
-            drafting = rows.live & (rows.num_drafts > column)
-            position = rows.seq_len + column
-            query = rows.query(position, 1, self.kv.block_size, live=drafting, writable=rows.seq_len + rows.num_drafts)
-            hidden = self.model.hidden(token[:, None], query, self.kv)[:, 0]
-            token, law = draw_draft(self.model.logits(hidden), rows, column)
-            tokens.append(token)
-            laws.append(law)
-        return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1))
+        tokens, laws = draft_rows(rows, range(1, k), self.kv.block_size, token, one_row)
+        return Proposal(torch.stack([token, *tokens], 1), torch.stack([law, *laws], 1))
 
     def observe(self, rows: StepRows, k: int, tokens: Tensor, hidden: Tensor) -> None:
         # A step with k ≥ 1 took its inputs in `propose`; a step without drafts has only this.

@@ -5,9 +5,11 @@ positions again with all layers, so there is no state of its own to keep.
 """
 
 import torch
+from torch import Tensor
 
-from stepgraph.model.drafters.base import Drafter, Proposal, StepRows, draw_draft
+from stepgraph.model.drafters.base import Drafter, Proposal, StepRows, draft_rows
 from stepgraph.model.kv_cache import PagedKV
+from stepgraph.model.rows import QueryRows
 from stepgraph.model.transformer import Transformer
 
 
@@ -26,13 +28,9 @@ class EarlyExitDrafter(Drafter):
 
     def propose(self, rows: StepRows, k: int) -> Proposal:
         target, kv = self.shared
-        tokens, laws, token = [], [], rows.last_token
-        for column in range(k):
-            drafting = rows.live & (rows.num_drafts > column)
-            position = rows.seq_len + column
-            query = rows.query(position, 1, kv.block_size, live=drafting, writable=rows.seq_len + rows.num_drafts)
-            hidden = target.hidden(token[:, None], query, kv, self.num_layers)[:, 0]
-            token, law = draw_draft(target.logits(hidden), rows, column)
-            tokens.append(token)
-            laws.append(law)
+
+        def first_layers(tokens: Tensor, query: QueryRows) -> Tensor:
+            return target.logits(target.hidden(tokens, query, kv, self.num_layers)[:, 0])
+
+        tokens, laws = draft_rows(rows, range(k), kv.block_size, rows.last_token, first_layers)
         return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1))

@@ -90,6 +90,11 @@ BAD = [
     (["1,2", "--max-len", "9999999"], "max_len is 9999999"),
     ([",".join(["1"] * 200)], "the prompt has 200 tokens; max_len=128 leaves room for 127"),
     (["1,two"], "no tokenizer"),
+    (["1,2", "--chat"], "the model has no tokenizer"),
+    (["1,2", "--top-k", str(2**64)], f"top_k is {2**64}"),
+    (["1,2", "--device", "cuda:x"], "device is 'cuda:x'"),
+    (["1,2", "--bogus"], "unrecognized arguments: --bogus"),
+    (["caf\udce9"], "no Unicode text"),
     (["999999"], "token id 999999"),
     ([""], "a prompt is empty"),
     ([], "no prompt was given"),
@@ -108,6 +113,21 @@ def test_bad_input_is_one_sentence_and_a_status(arguments, message, capsys):
     assert len(errors) == 1
     assert message in errors[0]
     assert "Traceback" not in streams.err
+
+
+def test_prompts_file_with_every_legal_character(capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('\ufeff{"id": "a\u2028b\x85", "category": "c", "prompt": "1,2"}\r\n', encoding="utf-8")
+    assert generate("--prompts", str(file), "--max-new-tokens", "1", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["requests"][0]["prompt"] == "1,2"
+
+
+def test_result_is_kept_when_the_terminal_cannot_show_it(tmp_path):
+    command = [sys.executable, "-P", "-m", "stepgraph.capture.cli", "generate", *TINY, "1,2", "--drafter", "none"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    target = tmp_path / "out.json"
+    subprocess.run([*command, "--json", str(target)], env=environment, check=True, capture_output=True)
+    assert json.loads(target.read_text())["requests"][0]["prompt"] == "1,2"
 
 
 @pytest.mark.parametrize("content", ["", "{]\n", '{"id": "a"}\n', '["a"]\n'])
@@ -133,12 +153,20 @@ def test_interrupt_ends_cleanly_with_what_there_is(tmp_path):
     command = [sys.executable, "-P", "-m", "stepgraph.capture.cli", "generate", "1,2,3", "--model", "random:smollm2-135m"]
     command += ["--mode", "EAGER", "--drafter", "none", "--max-new-tokens", "5000", "--json", str(target)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell runs background jobs with SIGINT ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
-    assert "loaded" in process.stderr.readline()
-    time.sleep(2.0)  # somewhere inside generation; a later machine only generates less
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    try:
+        assert "loaded" in process.stderr.readline()
+        time.sleep(2.0)  # somewhere inside generation; 5,000 tokens take minutes anywhere
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     (request,) = json.loads(target.read_text())["requests"]

@@ -309,4 +309,4 @@ def test_engine_refuses_a_policy_that_cannot_run():
     with pytest.raises(ValueError, match="without a drafter only k=0"):
         Engine(StepGraphs(step, WalkPolicy([2]).keys(4)), WalkPolicy([2]))
     with pytest.raises(ValueError, match="k=4; the state was made for k up to 2"):
-        Engine(StepGraphs(tiny_step("ngram", k_max=2), WalkPolicy([4]).keys(4)), WalkPolicy([4]))
+        Engine(StepGraphs(tiny_step("ngram", k_max=2), WalkPolicy([2]).keys(4)), WalkPolicy([4]))

@@ -85,7 +85,7 @@ def test_order_of_capture_changes_nothing():
     for order in ([1, 3], [3, 1]):
         step = tiny_step("early-exit:1")
         place(step, 0, PROMPT, temperature=1.0, seed=5)
-        graphs = StepGraphs(step, all_keys((1,), (1, 3)), lazy=True)
+        graphs = StepGraphs(step, all_keys((1,), (1, 3)))
         for k in order:  # an idle replay captures
             step.state.set_rows([-1])
             graphs.replay(1, k)
@@ -171,7 +171,15 @@ def test_graph_names_the_ops_and_the_tensors():
 
 @pytest.mark.parametrize(
     ("batch", "k", "message"),
-    [(0, 1, "batch is 0"), (5, 1, "batch is 5"), (-1, 1, "batch is -1")],
+    [
+        (0, 1, "batch is 0"),
+        (5, 1, "batch is 5"),
+        (-1, 1, "batch is -1"),
+        (True, 1, "batch is True"),
+        (1, -1, "k is -1"),
+        (1, 1.0, "k is 1.0"),
+        (1, 6, "k is 6"),
+    ],
 )
 def test_batch_outside_the_state(batch, k, message):
     graphs = StepGraphs(tiny_step("ngram"), all_keys((4,), (1,)))
@@ -182,6 +190,8 @@ def test_batch_outside_the_state(batch, k, message):
 def test_bad_arguments():
     with pytest.raises(ValueError, match="mode is 'HALF'; allowed are FULL, EAGER"):
         StepGraphs(tiny_step("ngram"), all_keys((4,), (1,)), mode="HALF")
+    with pytest.raises(ValueError, match="k=6 was asked for; the state was made for k up to 5"):
+        StepGraphs(tiny_step("ngram"), all_keys((4,), (6,)))
     with pytest.raises(ValueError, match="batch 8 was asked for; the state has 4 slots"):
         StepGraphs(tiny_step("ngram"), all_keys((8,), (1,)))
 

@@ -9,6 +9,7 @@ import torch
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.graphs import Mode, StepGraphs
 from stepgraph.capture.policies import KPolicy, make_policy
+from stepgraph.capture.request import require_verify
 from stepgraph.capture.schedule import Schedule, require_int
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
@@ -41,6 +42,8 @@ class EngineOptions:
         strict: a step without a graph is an error instead of an eager step.
         prefill_chunk: most prompt tokens run between two steps.
         seed: request i without a seed of its own gets `seed + i`.
+        verify: "standard" or "block" verification, for requests that do not say; both are lossless.
+        synthetic_rates: see `Engine`; not lossless, for timing only.
         invariant_linear: matrix products whose row bits do not depend on the number of rows; slower.
     """
 
@@ -58,6 +61,8 @@ class EngineOptions:
     strict: bool = False
     prefill_chunk: int = 256
     seed: int = 0
+    verify: str = "standard"
+    synthetic_rates: tuple[float, ...] | None = None
     invariant_linear: bool = False
 
     def __post_init__(self):
@@ -75,6 +80,7 @@ class EngineOptions:
             raise ValueError(f"device is {self.device!r}; this machine or this build of torch has no CUDA")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
+        require_verify(self.verify)
         if self.mode not in list(Mode):
             raise ValueError(f"mode is {self.mode!r}; allowed are {', '.join(Mode)}")
 
@@ -141,6 +147,8 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
         eos_token_ids=tokenizer.eos_token_ids if tokenizer else target.config.eos_token_ids,
         prefill_chunk=options.prefill_chunk,
         seed=options.seed,
+        verify=options.verify,
+        synthetic_rates=options.synthetic_rates,
     )
     return BuiltEngine(engine, loaded.name, loaded.load_s)
 

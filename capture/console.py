@@ -84,4 +84,6 @@ def stats_table(stats: dict, out: TextIO) -> None:
         ),
     ):
         table.add_row(name, value)
+    if stats["repaired_rows"]:
+        table.add_row("non-finite logits", f"{stats['repaired_rows']} rows")
     Console(file=out, width=max(80, Console(file=out).width)).print(table)

@@ -8,11 +8,23 @@ import torch
 
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.policies.base import KPolicy
-from stepgraph.capture.request import INT64_MAX, FinishReason, Request, RequestOutput, SamplingParams, TextCallback
+from stepgraph.capture.request import (
+    INT64_MAX,
+    VERIFY,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TextCallback,
+    require_number,
+    require_verify,
+)
 from stepgraph.capture.scheduler import Scheduler
 from stepgraph.capture.state import MAX_STOP_IDS
 from stepgraph.capture.stats import EngineStats
+from stepgraph.capture.stops import StopStrings
 from stepgraph.kernels.advance import RUNNING, STOPPED
+from stepgraph.kernels.rejection import Verify
 from stepgraph.model.tokenizer import StreamDecoder, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -30,6 +42,9 @@ class Engine:
         tokenizer: needed for text; without one, prompts are token ids.
         prefill_chunk: most prompt tokens run between two steps.
         seed: request i without a seed of its own gets `seed + i`.
+        verify: "standard" or "block", for requests that do not say.
+        synthetic_rates: accept draft i with the i-th of these probabilities, whatever the models say. NOT lossless: for
+            timing steps at a given acceptance only.
 
     Attributes:
         stats: totals over finished requests.
@@ -45,8 +60,17 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         prefill_chunk: int = 256,
         seed: int = 0,
+        verify: str = "standard",
+        synthetic_rates: Sequence[float] | None = None,
     ):
         state = graphs.step.state
+        require_verify(verify)
+        if synthetic_rates is not None:
+            if len(synthetic_rates) < max(policy.ks):
+                raise ValueError(f"synthetic_rates has {len(synthetic_rates)} entries; the policy may ask k={max(policy.ks)}")
+            for rate in synthetic_rates:
+                require_number("an entry of synthetic_rates", rate, 0.0, 1.0)
+            warnings.warn("acceptance is synthetic: the text means nothing, only the timing does", stacklevel=2)
         if max(policy.ks) > state.k_max:
             raise ValueError(f"the policy may ask k={max(policy.ks)}; the state was made for k up to {state.k_max}")
         if graphs.step.drafter is None and max(policy.ks) > 0:
@@ -58,6 +82,8 @@ class Engine:
         self.graphs, self.policy, self.tokenizer = graphs, policy, tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.prefill_chunk, self.seed = prefill_chunk, seed
+        self.verify = verify
+        self.synthetic_rates = None if synthetic_rates is None else tuple(synthetic_rates[: state.k_max])
         kv = graphs.step.kv
         self.scheduler = Scheduler(state, kv.num_blocks, kv.block_size)
         self.stats = EngineStats(state.k_max)
@@ -177,7 +203,16 @@ class Engine:
             drafted_at=[0] * state.k_max,
             accepted_at=[0] * state.k_max,
             decoder=StreamDecoder(self.tokenizer) if self.tokenizer is not None else None,
+            stops=StopStrings(params.stop) if params.stop else None,
+            verify=Verify.SYNTHETIC if self.synthetic_rates is not None else VERIFY[params.verify or self.verify],
+            rates=self.synthetic_rates or (),
         )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop is {params.stop!r}; stop strings need a tokenizer, and the model has none")
+        vocab = self.graphs.step.target.config.vocab_size
+        for token in params.logit_bias:
+            if token >= vocab:
+                raise ValueError(f"logit_bias has token id {token}; allowed are integers from 0 to {vocab - 1}")
         needed, capacity = scheduler.most_blocks(request), scheduler.allocator.capacity
         if needed > capacity:
             raise ValueError(
@@ -242,24 +277,41 @@ class Engine:
         self.graphs.replay(len(running), k)
         self.stats.steps += 1
 
-        now_s, after = time.perf_counter(), state.snapshot(slots)
-        self.policy.observe(
-            k, [sum(now.accepted_at) - sum(request.accepted_at) for request, now in zip(running, after, strict=True)]
-        )
+        now_s, accepted = time.perf_counter(), []
+        after = state.snapshot(slots)
         for request, now in zip(running, after, strict=True):
+            accepted.append(sum(now.accepted_at) - sum(request.accepted_at))
             # A callback may end any request, this one included; its slot is then another's.
-            if request.id in self._requests:
-                request.steps, request.drafted_at, request.accepted_at = now.steps, now.drafted_at, now.accepted_at
-                self._receive(request, state.tokens(request.slot, request.length, now.seq_len + 1), now_s)
-            if request.id in self._requests and now.finished != RUNNING:
-                self._finish(request, FinishReason.STOP if now.finished == STOPPED else FinishReason.LENGTH)
+            if request.id not in self._requests:
+                continue
+            request.steps, request.drafted_at, request.accepted_at = now.steps, now.drafted_at, now.accepted_at
+            request.repaired = now.repaired
+            start, stop = request.length, now.seq_len + 1
+            if request.params.logprobs:
+                request.logprobs += state.logprobs[request.slot, start:stop].tolist()
+            trimmed = self._receive(request, state.tokens(request.slot, start, stop), now_s)
+            if trimmed:
+                accepted[-1] -= _take_back(request, stop - start, trimmed, accepted[-1])
+            stopped = now.finished == STOPPED or (request.stops is not None and request.stops.found)
+            if request.id in self._requests and (stopped or now.finished != RUNNING):
+                self._finish(request, FinishReason.STOP if stopped else FinishReason.LENGTH)
+        self.policy.observe(k, accepted)
 
-    def _receive(self, request: Request, tokens: list[int], now_s: float) -> None:
-        request.output_ids += tokens
+    def _receive(self, request: Request, tokens: list[int], now_s: float) -> int:
+        """Take in the tokens of a step; returns how many of them follow a stop string and are dropped."""
         request.first_token_s = request.first_token_s or now_s
         request.last_token_s = now_s
-        if request.decoder is not None:
-            self._emit_text(request, request.decoder.push(tokens))
+        if request.stops is None:
+            request.output_ids += tokens
+            if request.decoder is not None:
+                self._emit_text(request, request.decoder.push(tokens))
+            return 0
+        for index, token in enumerate(tokens):  # one by one, to know which token completes a stop string
+            request.output_ids.append(token)
+            self._emit_text(request, request.stops.push(request.decoder.push([token])))
+            if request.stops.found:
+                return len(tokens) - 1 - index
+        return 0
 
     def _emit_text(self, request: Request, text: str) -> None:
         request.text += text
@@ -271,8 +323,24 @@ class Engine:
         self.scheduler.release(request)
         del self._requests[request.id]
         rest = request.decoder.flush() if request.decoder is not None else ""
+        if request.stops is not None:
+            rest = "" if request.stops.found else request.stops.push(rest)
+            rest += "" if request.stops.found else request.stops.flush()
         request.text += rest
         self._outputs[request.id] = output = request.output(reason)
         self.stats.add(output)
         if rest and request.on_text is not None:
             request.on_text(request.id, rest)
+
+
+def _take_back(request: Request, count: int, trimmed: int, accepted: int) -> int:
+    """Drop the last `trimmed` of the `count` tokens of a step, `accepted` of which were drafts, from log-probabilities and
+    counters; returns how many accepted drafts were among them.
+    """
+    kept = count - trimmed
+    if request.params.logprobs:
+        del request.logprobs[-trimmed:]
+    request.accepted_at = list(request.accepted_at)
+    for position in range(kept, accepted):
+        request.accepted_at[position] -= 1
+    return max(accepted - kept, 0)

@@ -11,7 +11,7 @@ from stepgraph.capture.console import INTERRUPTED, OrderedStream, progress, stat
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.graphs import Mode
 from stepgraph.capture.prompts import encode_prompt, read_prompts
-from stepgraph.capture.request import FinishReason, RequestOutput, SamplingParams
+from stepgraph.capture.request import VERIFY, FinishReason, RequestOutput, SamplingParams
 from stepgraph.model.drafters import KNOWN as KNOWN_DRAFTERS
 
 
@@ -32,6 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=sampling.top_p)
     parser.add_argument("--min-p", type=float, default=sampling.min_p)
     parser.add_argument("--seed", type=int, default=defaults.seed, help="prompt i is sampled with seed + i")
+    parser.add_argument("--verify", default=defaults.verify, help=f"how drafts are verified: {', '.join(VERIFY)}")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
+    parser.add_argument("--stop-id", action="append", default=[], type=int, metavar="ID", help="end at this token (repeatable)")
+    parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end-of-text tokens")
+    parser.add_argument("--min-tokens", type=int, default=sampling.min_tokens, help="no stop token before this many tokens")
+    parser.add_argument("--logit-bias", action="append", default=[], metavar="ID:NUMBER", help="add to a logit (repeatable)")
+    parser.add_argument("--repetition-penalty", type=float, default=sampling.repetition_penalty, help="1 is none")
+    parser.add_argument("--frequency-penalty", type=float, default=sampling.frequency_penalty)
+    parser.add_argument("--presence-penalty", type=float, default=sampling.presence_penalty)
+    parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
     parser.add_argument("--dtype", choices=DTYPES, default=defaults.dtype)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
@@ -49,10 +59,16 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("no prompt was given; give texts or --prompts FILE.jsonl")
     if args.json not in (None, "-"):
         _require_writable(args.json)
-    params = SamplingParams(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.min_p)
+    params = SamplingParams(
+        args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.min_p,
+        stop_ids=tuple(args.stop_id), ignore_eos=args.ignore_eos, stop=tuple(args.stop), min_tokens=args.min_tokens,
+        logit_bias=_logit_bias(args.logit_bias), repetition_penalty=args.repetition_penalty,
+        frequency_penalty=args.frequency_penalty, presence_penalty=args.presence_penalty, logprobs=args.logprobs,
+    )  # fmt: skip
     options = EngineOptions(
         model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, max_batch=args.max_batch,
         max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
+        verify=args.verify,
     )  # fmt: skip
 
     # With JSON on stdout, what a person reads goes to stderr.
@@ -67,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         document = {
             "model": name,
             "drafter": args.drafter,
+            "verify": args.verify,
             "mode": args.mode,
             "device": str(engine.graphs.step.target.device),
             "dtype": args.dtype,
@@ -75,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
                     "prompt": text,
                     "text": output.text,
                     "token_ids": output.token_ids,
+                    **({} if output.logprobs is None else {"logprobs": output.logprobs}),
                     "finish_reason": str(output.finish_reason),
                 }
                 for text, output in zip(texts, outputs, strict=True)
@@ -112,6 +130,17 @@ def _generate(
     finally:
         if bar is not None:
             bar.close()
+
+
+def _logit_bias(entries: list[str]) -> dict[int, float]:
+    bias = {}
+    for entry in entries:
+        token, _, number = entry.rpartition(":")
+        try:
+            bias[int(token)] = float(number)
+        except ValueError:
+            raise ValueError(f"--logit-bias is {entry!r}; allowed is ID:NUMBER, for example 11:-2.5") from None
+    return bias
 
 
 def _require_writable(path: str) -> None:

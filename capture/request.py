@@ -1,12 +1,14 @@
 """What a user asks for, and what comes back."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stepgraph.capture.schedule import require_int
-from stepgraph.capture.state import MAX_STOP_IDS
+from stepgraph.capture.state import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from stepgraph.capture.stops import StopStrings
+from stepgraph.kernels.rejection import Verify
 from stepgraph.model.tokenizer import StreamDecoder
 
 INT64_MAX = 2**63 - 1  # what a state tensor can hold
@@ -17,7 +19,7 @@ TextCallback = Callable[[int, str], None]
 class FinishReason(StrEnum):
     """Why a request ended."""
 
-    STOP = "stop"  # a stop id was generated
+    STOP = "stop"  # a stop id or a stop string was generated
     LENGTH = "length"  # max_new_tokens, or no room left
     ABORTED = "aborted"  # taken back by the caller, or interrupted
 
@@ -27,6 +29,16 @@ def require_number(name: str, value: object, low: float, high: float, *, open_lo
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high or (open_low and value == low):
         raise ValueError(f"{name} is {value!r}; allowed is a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+
+
+# Lossless methods by name; synthetic acceptance is an engine's affair, since its text means nothing.
+VERIFY = {"standard": Verify.STANDARD, "block": Verify.BLOCK}
+
+
+def require_verify(value: object) -> None:
+    """Raise a ValueError unless `value` names a lossless method of verification."""
+    if value not in VERIFY:
+        raise ValueError(f"verify is {value!r}; allowed are {', '.join(VERIFY)}")
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,14 @@ class SamplingParams:
         stop_ids: token ids that end the request, in addition to the model's end-of-text ids.
         ignore_eos: do not stop at the model's end-of-text ids.
         draft_limit: most drafts per step for this request; 0 switches speculation off for it, None leaves it to the policy.
+        stop: texts that end the request; the text ends before the first of them, the tokens with the one that completed it.
+        min_tokens: stop ids are impossible before this many tokens, 0 ≤ min_tokens ≤ max_new_tokens. Stop strings are not.
+        logit_bias: token id → number in [−100, 100] added to its logit; at most 128 tokens.
+        repetition_penalty: in (0, 10]; divides positive and multiplies negative logits of tokens in prompt or answer.
+        frequency_penalty: in [−2, 2]; subtracted once per occurrence in the answer.
+        presence_penalty: in [−2, 2]; subtracted from every token that the answer has.
+        logprobs: return the log-probability of each token (see `stepgraph.kernels.logprobs`).
+        verify: "standard" or "block" verification of drafts; None takes the engine's. Both are lossless.
     """
 
     max_new_tokens: int = 64
@@ -54,6 +74,14 @@ class SamplingParams:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     draft_limit: int | None = None
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logprobs: bool = False
+    verify: str | None = None
 
     def __post_init__(self):
         require_int("max_new_tokens", self.max_new_tokens, 1, INT64_MAX)
@@ -69,6 +97,29 @@ class SamplingParams:
             require_int("stop_ids", stop_id, 0, INT64_MAX)
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids has {len(self.stop_ids)} entries; at most {MAX_STOP_IDS} are allowed")
+        if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
+            raise ValueError(f"stop is {self.stop!r}; allowed are sequences of non-empty strings")
+        require_int("min_tokens", self.min_tokens, 0, self.max_new_tokens)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias is {self.logit_bias!r}; allowed are mappings of token id to number")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed")
+        for token, bias in self.logit_bias.items():
+            require_int("a token id of logit_bias", token, 0)
+            require_number(f"logit_bias of token {token}", bias, -100.0, 100.0)
+        require_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
+        require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        if not isinstance(self.logprobs, bool):
+            raise ValueError(f"logprobs is {self.logprobs!r}; allowed are True and False")
+        if self.verify is not None:
+            require_verify(self.verify)
+
+    @property
+    def transforms_logits(self) -> bool:
+        """Whether anything changes the logits before their law is taken."""
+        penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+        return penalised or bool(self.logit_bias) or self.min_tokens > 0
 
 
 @dataclass(eq=False)
@@ -96,7 +147,12 @@ class Request:
     decoder: StreamDecoder | None = None
     on_text: TextCallback | None = None
     in_generate: bool = False  # a running `Engine.generate` collects its output
+    stops: StopStrings | None = None
+    verify: Verify = Verify.STANDARD
+    rates: tuple[float, ...] = ()  # of synthetic acceptance
     text: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    repaired: int = 0
 
     @property
     def prefill_target(self) -> int:
@@ -116,7 +172,7 @@ class Request:
                 tpot_ms = (self.last_token_s - self.first_token_s) * 1e3 / (len(self.output_ids) - 1)
         return RequestOutput(
             self.id, self.prompt, self.prompt_ids, list(self.output_ids), self.text, reason, self.steps, self.drafted_at,
-            self.accepted_at, ttft_ms, tpot_ms,
+            self.accepted_at, ttft_ms, tpot_ms, self.logprobs if self.params.logprobs else None, self.repaired,
         )  # fmt: skip
 
 
@@ -134,6 +190,8 @@ class RequestOutput:
         drafted_at, accepted_at: drafts proposed and accepted by position in the window.
         ttft_ms: from arrival to the first token, None if there was none.
         tpot_ms: mean time per further token, None with fewer than two tokens.
+        logprobs: log-probability of each token of the answer, None unless asked for.
+        repaired: rows of logits that were NaN, +inf or nothing but −inf, and had to be read as something else.
     """
 
     id: int
@@ -147,3 +205,5 @@ class RequestOutput:
     accepted_at: list[int]
     ttft_ms: float | None
     tpot_ms: float | None
+    logprobs: list[float] | None = None
+    repaired: int = 0

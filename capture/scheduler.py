@@ -4,7 +4,7 @@ from collections import deque
 
 import torch
 
-from stepgraph.capture.request import Request
+from stepgraph.capture.request import Request, SamplingParams
 from stepgraph.capture.state import MAX_STOP_IDS, DecodeState
 from stepgraph.model.kv_cache import BlockAllocator
 
@@ -82,3 +82,22 @@ class Scheduler:
         state.top_p[slot] = params.top_p
         state.min_p[slot] = params.min_p
         state.seed[slot] = request.seed
+        state.verify[slot] = int(request.verify)
+        if request.rates:
+            state.rates[slot, : len(request.rates)] = torch.tensor(request.rates)
+        state.wants_logprobs[slot] = params.logprobs
+        state.prompt_len[slot] = len(prompt)
+        if params.transforms_logits:
+            self._write_transforms(slot, params, len(prompt))
+
+    def _write_transforms(self, slot: int, params: SamplingParams, prompt_len: int) -> None:
+        state = self.state
+        state.transformed[slot] = True
+        state.min_len[slot] = prompt_len + params.min_tokens
+        state.repetition[slot] = params.repetition_penalty
+        state.frequency[slot] = params.frequency_penalty
+        state.presence[slot] = params.presence_penalty
+        if params.logit_bias:
+            count = len(params.logit_bias)
+            state.bias_ids[slot, :count] = torch.tensor(list(params.logit_bias))
+            state.bias_values[slot, :count] = torch.tensor([float(value) for value in params.logit_bias.values()])

@@ -9,6 +9,10 @@ from stepgraph.kernels.advance import RUNNING
 from stepgraph.model.drafters.base import StepRows
 
 MAX_STOP_IDS = 8
+MAX_LOGIT_BIAS = 128
+
+# What an empty slot holds where that is not 0.
+EMPTY = {"slots": -1, "stop_ids": -1, "bias_ids": -1, "top_p": 1.0, "repetition": 1.0}
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class SlotSnapshot:
     steps: int
     drafted_at: list[int]
     accepted_at: list[int]
+    repaired: int
 
 
 class DecodeState(nn.Module):
@@ -33,6 +38,10 @@ class DecodeState(nn.Module):
     Buffers (S = num_slots + 1): `slots [num_slots]` row → slot, −1 padding; `seq_len, last_token, finished, steps, limit,
     draft_limit, top_k, seed [S]` int64; `temperature, top_p, min_p [S]` float32; `history [S, max_len]`;
     `block_table [S, ceil(max_len / block_size)]`; `stop_ids [S, 8]`; `drafted_at, accepted_at [S, k_max]`.
+    Verification: `verify [S]` a `Verify`, `rates [S, k_max]` float32 for synthetic acceptance. Transforms (see
+    `stepgraph.kernels.transforms`): `transformed [S]` bool, `prompt_len, min_len [S]`, `repetition, frequency, presence [S]`
+    float32, `bias_ids, bias_values [S, 128]`. Results on request: `wants_logprobs [S]` bool, `logprobs [S, max_len]` float32
+    by position. `repaired [S]`: rows of logits that were not finite.
     """
 
     def __init__(self, *, num_slots: int, max_len: int, block_size: int, k_max: int, device: str | torch.device = "cpu"):
@@ -40,11 +49,17 @@ class DecodeState(nn.Module):
         self.num_slots, self.max_len, self.k_max = num_slots, max_len, k_max
         rows = num_slots + 1
 
-        def integers(*shape: int, fill: int = 0) -> Tensor:
-            return torch.full(shape, fill, dtype=torch.int64, device=device)
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=device)
+
+        def flags() -> Tensor:
+            return torch.zeros(rows, dtype=torch.bool, device=device)
 
         tensors = {
-            "slots": integers(num_slots, fill=-1),
+            "slots": integers(num_slots),
             "seq_len": integers(rows),
             "last_token": integers(rows),
             "history": integers(rows, max_len),
@@ -52,18 +67,31 @@ class DecodeState(nn.Module):
             "finished": integers(rows),
             "limit": integers(rows),
             "draft_limit": integers(rows),
-            "stop_ids": integers(rows, MAX_STOP_IDS, fill=-1),
-            "temperature": torch.zeros(rows, device=device),
+            "stop_ids": integers(rows, MAX_STOP_IDS),
+            "temperature": floats(rows),
             "top_k": integers(rows),
-            "top_p": torch.ones(rows, device=device),
-            "min_p": torch.zeros(rows, device=device),
+            "top_p": floats(rows),
+            "min_p": floats(rows),
             "seed": integers(rows),
             "steps": integers(rows),
             "drafted_at": integers(rows, k_max),
             "accepted_at": integers(rows, k_max),
+            "verify": integers(rows),
+            "rates": floats(rows, k_max),
+            "transformed": flags(),
+            "prompt_len": integers(rows),
+            "min_len": integers(rows),
+            "repetition": floats(rows),
+            "frequency": floats(rows),
+            "presence": floats(rows),
+            "bias_ids": integers(rows, MAX_LOGIT_BIAS),
+            "bias_values": floats(rows, MAX_LOGIT_BIAS),
+            "wants_logprobs": flags(),
+            "logprobs": floats(rows, max_len),
+            "repaired": integers(rows),
         }
         for name, tensor in tensors.items():
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(name, tensor.fill_(EMPTY.get(name, 0)), persistent=False)
 
     def set_rows(self, slots: list[int]) -> None:
         """Rows 0.. of the next step run these slots; −1 is a padding row."""
@@ -108,7 +136,8 @@ class DecodeState(nn.Module):
     def snapshot(self, slots: list[int]) -> list[SlotSnapshot]:
         """Read the given slots on the host."""
         index = torch.tensor(slots, dtype=torch.int64, device=self.slots.device)
-        columns = [t[index].tolist() for t in (self.seq_len, self.finished, self.steps, self.drafted_at, self.accepted_at)]
+        read = (self.seq_len, self.finished, self.steps, self.drafted_at, self.accepted_at, self.repaired)
+        columns = [tensor[index].tolist() for tensor in read]
         return [SlotSnapshot(*values) for values in zip(*columns, strict=True)]
 
     def tokens(self, slot: int, start: int, stop: int) -> list[int]:

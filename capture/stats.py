@@ -26,6 +26,7 @@ class EngineStats:
     request_steps: int = 0
     tokens: int = 0
     requests: int = 0
+    repaired: int = 0  # rows of logits that were not finite
     elapsed_s: float = 0.0  # wall time of engine steps, prefill included
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -38,6 +39,7 @@ class EngineStats:
 
     def add(self, output: RequestOutput) -> None:
         self.requests += 1
+        self.repaired += output.repaired
         self.request_steps += output.steps
         self.tokens += len(output.token_ids)
         self.drafted_at = [a + b for a, b in zip(self.drafted_at, output.drafted_at, strict=True)]
@@ -58,6 +60,7 @@ class EngineStats:
             "steps": self.steps,
             "request_steps": self.request_steps,
             "tokens": self.tokens,
+            "repaired_rows": self.repaired,
             "acceptance_length": per_request_step(self.tokens),
             "drafted_per_step": per_request_step(sum(self.drafted_at)),
             "accepted_per_step": per_request_step(sum(self.accepted_at)),

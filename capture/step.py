@@ -5,7 +5,9 @@ from torch import nn
 
 from stepgraph.capture.state import DecodeState
 from stepgraph.kernels.advance import advance
+from stepgraph.kernels.logprobs import record_logprobs
 from stepgraph.kernels.rejection import rejection_sample
+from stepgraph.kernels.transforms import transform_logits
 from stepgraph.model.drafters.base import Drafter, Proposal, StepRows
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.rows import query_rows
@@ -39,17 +41,26 @@ class SpeculativeStep(nn.Module):
         hidden = self.target.hidden(tokens, query, self.kv)
         logits = self.target.logits(hidden)
 
+        state, slots = self.state, rows.slots
+        transform_logits(
+            logits, drafts.tokens, slots, rows.seq_len, state.history, state.transformed, state.prompt_len, state.min_len,
+            state.repetition, state.frequency, state.presence, state.bias_ids, state.bias_values, state.stop_ids,
+        )  # fmt: skip
         sampling = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
-        emitted, accepted = rejection_sample(logits, drafts.tokens, drafts.law, *sampling, rows.seq_len)
+        emitted, accepted, repaired = rejection_sample(
+            logits, drafts.tokens, drafts.law, *sampling, rows.seq_len, state.verify[slots], state.rates[slots], drafts.one_hot,
+            drafts.d2t,
+        )  # fmt: skip
 
         if self.drafter is not None:
             self.drafter.observe(rows, k, tokens, hidden)
 
-        state = self.state
         advance(
-            rows.slots, rows.live, emitted, accepted, num_drafts, state.seq_len, state.last_token, state.history,
+            slots, rows.live, emitted, accepted, num_drafts, state.seq_len, state.last_token, state.history,
             state.finished, state.steps, state.drafted_at, state.accepted_at, state.stop_ids, state.limit,
         )  # fmt: skip
+        record_logprobs(logits, emitted, slots, rows.seq_len, state.wants_logprobs, state.seq_len, state.logprobs)
+        state.repaired.index_add_(0, slots, torch.where(rows.live, repaired, 0))
 
     def draft(self, rows: StepRows, k: int) -> Proposal:
         """Proposals with −1 in the columns that a row may not use, and in all columns from its first −1 on."""
@@ -57,10 +68,11 @@ class SpeculativeStep(nn.Module):
             return Proposal(rows.last_token.new_empty((rows.last_token.shape[0], 0)), None)
         if self.drafter is None:
             raise ValueError(f"k={k} needs a drafter; this step has none")
-        tokens, law = self.drafter.propose(rows, k)
+        proposal = self.drafter.propose(rows, k)
+        tokens = proposal.tokens
         allowed = torch.arange(k, device=tokens.device) < rows.num_drafts[:, None]
         usable = (allowed & (tokens >= 0)).to(torch.int64).cumprod(1) > 0
-        return Proposal(torch.where(usable, tokens, -1), law)
+        return proposal._replace(tokens=torch.where(usable, tokens, -1))
 
     def prefill(self, slot: int, tokens: list[int], start: int) -> None:
         """Run a chunk of a prompt, `tokens` at positions `start ..`, through target and drafter. Not captured."""

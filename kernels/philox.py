@@ -64,4 +64,4 @@ def exponential(seed: Tensor, position: Tensor, base: Tensor, stream: Stream, si
     lanes = torch.arange(-(-size // 4), device=position.device)[None]
     words = philox((lanes, position, base, torch.full_like(position, int(stream))), _split_seed(seed))
     words = torch.stack(words, dim=-1).flatten(1)[:, :size]
-    return -torch.log1p(-(words.to(torch.float64) + 0.5) * 2.0**-32)
+    return -torch.log(1.0 - (words.to(torch.float64) + 0.5) * 2.0**-32)

@@ -21,6 +21,11 @@ def finite_logits(logits: Tensor) -> Tensor:
     return torch.where((logits == -torch.inf).all(-1, keepdim=True), 0.0, logits)
 
 
+def needs_repair(logits: Tensor) -> Tensor:
+    """`[..., V]` -> `[...]` bool: rows that `finite_logits` changes: NaN, +inf, or nothing but −inf."""
+    return ~logits.amax(-1).isfinite()  # amax hands NaN on
+
+
 def greedy_tokens(logits: Tensor) -> Tensor:
     """`[..., V]` -> `[...]` int64 arg-max, ties to the lowest id; NaN never wins."""
     logits = finite_logits(logits)
@@ -48,7 +53,8 @@ def token_law_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     scaled = (logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature[:, None]).to(dtype)
     law = scaled.softmax(-1)
 
-    kept = law >= min_p[:, None].to(dtype) * law.amax(-1, keepdim=True)
+    # p(x) ≥ min_p p(max), without rounding either side by the sum.
+    kept = scaled >= min_p[:, None].to(dtype).log()
     order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
     ranked_kept = kept.gather(-1, order)
     rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -100,6 +106,7 @@ token_law = register(
     "token_law(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) -> Tensor",
     reference=token_law_reference,
     cpu=token_law_cpu,
+    triton="stepgraph.kernels.sampling_triton:token_law_triton",
     fake=lambda logits, temperature, top_k, top_p, min_p: logits.new_empty(
         logits.shape, dtype=accumulation_dtype(logits.dtype)
     ),
@@ -108,5 +115,6 @@ draw = register(
     "draw(Tensor weights, Tensor seed, Tensor position, Tensor base, int stream) -> Tensor",
     reference=draw_reference,
     cpu=draw_cpu,
+    triton="stepgraph.kernels.sampling_triton:draw_triton",
     fake=lambda weights, seed, position, base, stream: seed.new_empty(seed.shape),
 )

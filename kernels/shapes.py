@@ -67,14 +67,18 @@ def step_launches(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> list[LaunchSpec]:
-    """Every launch of one layer, the head, prompt look-up and commit, recorded from launchers on tensors without storage."""
+    """Every launch of one layer, the head, look-up, sampling and commit, recorded from launchers on tensors without storage."""
     from stepgraph.kernels.activation_triton import silu_mul_triton
     from stepgraph.kernels.advance_triton import advance_triton
     from stepgraph.kernels.attention.launcher import uniform_decode_attention_triton
     from stepgraph.kernels.linear_triton import linear_triton
+    from stepgraph.kernels.logprobs_triton import record_logprobs_triton
     from stepgraph.kernels.ngram_triton import ngram_propose_triton
     from stepgraph.kernels.norm_triton import add_rms_norm_triton, rms_norm_triton
+    from stepgraph.kernels.rejection.launcher import rejection_sample_triton
     from stepgraph.kernels.rope_kv_triton import rope_kv_write_triton
+    from stepgraph.kernels.sampling_triton import draw_triton, token_law_triton
+    from stepgraph.kernels.transforms_triton import transform_logits_triton
 
     def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device="meta")
@@ -109,4 +113,20 @@ def step_launches(
         ngram_propose_triton(history, lengths, lengths, max(query_len - 1, 1), 1, 3)
         per_row, per_slot = [lengths, live, positions, lengths, lengths], [counts, counts, history, counts, counts]
         advance_triton(*per_row, *per_slot, at_position, at_position, stop_ids, counts)
+        if query_len > k_max + 1:
+            return specs  # a prefill chunk samples nothing
+
+        logits, drafts = empty(batch, query_len, shape.vocab), empty(batch, query_len - 1, dtype=torch.int64)
+        floats, real = empty(batch, dtype=torch.float32), empty(slots, dtype=torch.float32)
+        biases, values = empty(slots, 128, dtype=torch.int64), empty(slots, 128, dtype=torch.float32)
+        flags = empty(slots, dtype=torch.bool)
+        transforms = (history, flags, counts, counts, real, real, real, biases, values, stop_ids)
+        transform_logits_triton(logits, drafts, lengths, lengths, *transforms)
+        sampling = (floats, lengths, floats, floats)
+        law = token_law_triton(logits[:, 0].contiguous(), *sampling)
+        draw_triton(law, lengths, lengths, lengths, 0)
+        rates = empty(batch, k_max, dtype=torch.float32)
+        for laws in (None, empty(batch, query_len - 1, shape.vocab, dtype=torch.float32)):
+            rejection_sample_triton(logits, drafts, laws, *sampling, lengths, lengths, lengths, rates)
+        record_logprobs_triton(logits, positions, lengths, lengths, flags, counts, empty(slots, max_len, dtype=torch.float32))
     return specs

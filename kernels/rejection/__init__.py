@@ -3,21 +3,26 @@
 import torch
 
 from stepgraph.kernels.registry import register
+from stepgraph.kernels.rejection.cpu import rejection_sample_cpu
+from stepgraph.kernels.rejection.decide import Verify
 from stepgraph.kernels.rejection.reference import rejection_sample_reference
 
-__all__ = ["rejection_sample", "rejection_sample_reference"]
+__all__ = ["Verify", "rejection_sample", "rejection_sample_reference"]
 
 
-def _fake(logits, draft_tokens, draft_law, temperature, top_k, top_p, min_p, seed, base):
-    return (
-        torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device),
-        torch.empty(logits.shape[:1], dtype=torch.int64, device=logits.device),
+def _fake(logits, draft_tokens, *_, **__):
+    batch, query_len = logits.shape[:2]
+    return tuple(
+        torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in ((batch, query_len), (batch,), (batch,))
     )
 
 
 rejection_sample = register(
     "rejection_sample(Tensor logits, Tensor draft_tokens, Tensor? draft_law, Tensor temperature, Tensor top_k, Tensor top_p, "
-    "Tensor min_p, Tensor seed, Tensor base) -> (Tensor, Tensor)",
+    "Tensor min_p, Tensor seed, Tensor base, Tensor? method=None, Tensor? rates=None, Tensor? one_hot=None, "
+    "Tensor? d2t=None) -> (Tensor, Tensor, Tensor)",
     reference=rejection_sample_reference,
+    cpu=rejection_sample_cpu,
+    triton="stepgraph.kernels.rejection.launcher:rejection_sample_triton",
     fake=_fake,
 )

@@ -47,10 +47,19 @@ class StepRows:
 
 
 class Proposal(NamedTuple):
-    """`tokens [B, k]` int64, −1 for "no draft"; `law [B, k, V]`, the laws they were drawn from, or None if one-hot."""
+    """What a drafter proposes.
+
+    Attributes:
+        tokens: `[B, k]` int64 target ids, −1 for "no draft".
+        law: `[B, k, V]`, the laws they were drawn from, or None if all are one-hot.
+        one_hot: `[B]` bool, rows whose drafts are one-hot although there is a law, or None for no such row.
+        d2t: `[D]` int64, target ids of a reduced draft vocabulary; `law` is then `[B, k, D]`.
+    """
 
     tokens: Tensor
     law: Tensor | None
+    one_hot: Tensor | None = None
+    d2t: Tensor | None = None
 
 
 class Drafter(nn.Module):

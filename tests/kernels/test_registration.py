@@ -49,6 +49,27 @@ def rejection(k, sampled=True):
     return (floats(BATCH, k + 1, VOCAB), ints(BATCH, k), law, *sampling(BATCH), ints(BATCH), ints(BATCH))
 
 
+def rejection_options(k):
+    rates, one_hot, d2t = torch.full((BATCH, 4), 0.5), torch.tensor([True, False, False]), torch.arange(5) + 1
+    return (*rejection(k)[:2], floats(BATCH, k, 5).softmax(-1), *rejection(k)[3:], torch.arange(BATCH), rates, one_hot, d2t)
+
+
+def transforms(k):
+    rows = SLOTS + 1
+    slots, base = torch.tensor([1, 0, SLOTS]), ints(BATCH) + 2
+    bias_ids = torch.tensor([[1, -1, 3]]).expand(rows, 3).contiguous()
+    state = (ints(rows, MAX_LEN), ints(rows, high=2) > 0, ints(rows), ints(rows, high=MAX_LEN), floats(rows).exp())
+    bias = (bias_ids, floats(rows, 3), ints(rows, 2, high=VOCAB))
+    return (floats(BATCH, k + 1, VOCAB), ints(BATCH, k), slots, base, *state, floats(rows), floats(rows), *bias)
+
+
+def logprobs(k):
+    wanted = torch.tensor([True, True, False, True, False])
+    slots, lengths = torch.tensor([1, 0, SLOTS]), ints(SLOTS + 1) + 3
+    rows = (floats(BATCH, k + 1, VOCAB), ints(BATCH, k + 1), slots, ints(BATCH) + 1)
+    return (*rows, wanted, lengths, floats(SLOTS + 1, MAX_LEN))
+
+
 def advance(k):
     return (
         torch.tensor([1, 0, SLOTS]), torch.tensor([True, True, False]), ints(BATCH, k + 1), torch.full((BATCH,), k),
@@ -75,7 +96,9 @@ SAMPLES = {
         for dtype in (torch.float32, torch.float64, torch.bfloat16)
     ],
     "draw": lambda k: [(floats(BATCH + k, VOCAB).softmax(-1), ints(BATCH + k), ints(BATCH + k), ints(BATCH + k), 2)],
-    "rejection_sample": lambda k: [rejection(k), rejection(k, sampled=False)],
+    "rejection_sample": lambda k: [rejection(k), rejection(k, sampled=False), rejection_options(k)],
+    "transform_logits": lambda k: [transforms(k)],
+    "record_logprobs": lambda k: [logprobs(k)],
     "ngram_propose": lambda k: [(ints(SLOTS + 1, MAX_LEN), torch.tensor([1, 0, SLOTS]), ints(BATCH, high=MAX_LEN), k, 1, 3)],
     "advance": lambda k: [advance(k)],
 }
@@ -121,6 +144,8 @@ def test_only_named_arguments_are_written(name):
     assert mutable == {
         "rope_kv_write": {"k_cache", "v_cache"},
         "uniform_decode_attention": {"scratch"},
+        "transform_logits": {"logits"},
+        "record_logprobs": {"logprobs"},
         "advance": {"seq_len", "last_token", "history", "finished", "steps", "drafted_at", "accepted_at"},
     }.get(name, set())
     for arguments in SAMPLES[name](3):

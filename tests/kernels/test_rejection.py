@@ -23,7 +23,7 @@ def run(logits, drafts, law=None, *, temperature=1.0, top_k=0, top_p=1.0, min_p=
     def per_row(value, dtype):
         return torch.as_tensor(value, dtype=dtype).expand(rows).contiguous()
 
-    emitted, accepted = rejection_sample(
+    emitted, accepted, _ = rejection_sample(
         logits,
         drafts,
         law,

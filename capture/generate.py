@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -70,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
         max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
         verify=args.verify,
     )  # fmt: skip
+
+    # Buckets that no prompt can fill would only be captured.
+    options = replace(options, max_batch=min(options.max_batch, len(texts)))
 
     # With JSON on stdout, what a person reads goes to stderr.
     out = sys.stderr if args.json == "-" else sys.stdout

@@ -67,7 +67,7 @@ def step_launches(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> list[LaunchSpec]:
-    """Every launch of one layer, the head, prompt look-up, sampling and commit; recorded, on tensors without storage."""
+    """Every launch of one layer, the head, look-up, sampling and commit, recorded from launchers on tensors without storage."""
     from stepgraph.kernels.activation_triton import silu_mul_triton
     from stepgraph.kernels.advance_triton import advance_triton
     from stepgraph.kernels.attention.launcher import uniform_decode_attention_triton

@@ -20,7 +20,7 @@ from stepgraph.capture.request import (
     require_verify,
 )
 from stepgraph.capture.scheduler import Scheduler
-from stepgraph.capture.state import MAX_STOP_IDS
+from stepgraph.capture.state import MAX_STOP_IDS, SlotSnapshot
 from stepgraph.capture.stats import EngineStats
 from stepgraph.capture.stops import StopStrings
 from stepgraph.kernels.advance import RUNNING, STOPPED
@@ -277,41 +277,26 @@ class Engine:
         self.graphs.replay(len(running), k)
         self.stats.steps += 1
 
-        now_s, accepted = time.perf_counter(), []
-        after = state.snapshot(slots)
+        now_s, after = time.perf_counter(), state.snapshot(slots)
+        self.policy.observe(
+            k, [sum(now.accepted_at) - sum(request.accepted_at) for request, now in zip(running, after, strict=True)]
+        )
         for request, now in zip(running, after, strict=True):
-            accepted.append(sum(now.accepted_at) - sum(request.accepted_at))
             # A callback may end any request, this one included; its slot is then another's.
-            if request.id not in self._requests:
-                continue
-            request.steps, request.drafted_at, request.accepted_at = now.steps, now.drafted_at, now.accepted_at
-            request.repaired = now.repaired
-            start, stop = request.length, now.seq_len + 1
-            if request.params.logprobs:
-                request.logprobs += state.logprobs[request.slot, start:stop].tolist()
-            trimmed = self._receive(request, state.tokens(request.slot, start, stop), now_s)
-            if trimmed:
-                accepted[-1] -= _take_back(request, stop - start, trimmed, accepted[-1])
-            stopped = now.finished == STOPPED or (request.stops is not None and request.stops.found)
-            if request.id in self._requests and (stopped or now.finished != RUNNING):
+            if request.id in self._requests:
+                self._receive(request, now, now_s)
+            if request.id in self._requests and (now.finished != RUNNING or request.stopped):
+                stopped = now.finished == STOPPED or request.stopped
                 self._finish(request, FinishReason.STOP if stopped else FinishReason.LENGTH)
-        self.policy.observe(k, accepted)
 
-    def _receive(self, request: Request, tokens: list[int], now_s: float) -> int:
-        """Take in the tokens of a step; returns how many of them follow a stop string and are dropped."""
+    def _receive(self, request: Request, now: SlotSnapshot, now_s: float) -> None:
+        """Take in what a step committed; text goes out last, since its callback may do anything."""
+        state, start, stop = self.graphs.step.state, request.length, now.seq_len + 1
+        tokens = state.tokens(request.slot, start, stop)
+        logprobs = state.logprobs[request.slot, start:stop].tolist() if request.params.logprobs else []
         request.first_token_s = request.first_token_s or now_s
         request.last_token_s = now_s
-        if request.stops is None:
-            request.output_ids += tokens
-            if request.decoder is not None:
-                self._emit_text(request, request.decoder.push(tokens))
-            return 0
-        for index, token in enumerate(tokens):  # one by one, to know which token completes a stop string
-            request.output_ids.append(token)
-            self._emit_text(request, request.stops.push(request.decoder.push([token])))
-            if request.stops.found:
-                return len(tokens) - 1 - index
-        return 0
+        self._emit_text(request, request.receive(tokens, logprobs, now))
 
     def _emit_text(self, request: Request, text: str) -> None:
         request.text += text
@@ -322,25 +307,9 @@ class Engine:
         """Free what a request holds and keep its output; its text callback comes last, since it may raise."""
         self.scheduler.release(request)
         del self._requests[request.id]
-        rest = request.decoder.flush() if request.decoder is not None else ""
-        if request.stops is not None:
-            rest = "" if request.stops.found else request.stops.push(rest)
-            rest += "" if request.stops.found else request.stops.flush()
+        rest = request.flush_text()
         request.text += rest
         self._outputs[request.id] = output = request.output(reason)
         self.stats.add(output)
         if rest and request.on_text is not None:
             request.on_text(request.id, rest)
-
-
-def _take_back(request: Request, count: int, trimmed: int, accepted: int) -> int:
-    """Drop the last `trimmed` of the `count` tokens of a step, `accepted` of which were drafts, from log-probabilities and
-    counters; returns how many accepted drafts were among them.
-    """
-    kept = count - trimmed
-    if request.params.logprobs:
-        del request.logprobs[-trimmed:]
-    request.accepted_at = list(request.accepted_at)
-    for position in range(kept, accepted):
-        request.accepted_at[position] -= 1
-    return max(accepted - kept, 0)

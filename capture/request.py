@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stepgraph.capture.schedule import require_int
-from stepgraph.capture.state import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from stepgraph.capture.state import MAX_LOGIT_BIAS, MAX_STOP_IDS, SlotSnapshot
 from stepgraph.capture.stops import StopStrings
 from stepgraph.kernels.rejection import Verify
 from stepgraph.model.tokenizer import StreamDecoder
@@ -145,11 +145,11 @@ class Request:
     first_token_s: float | None = None
     last_token_s: float | None = None
     decoder: StreamDecoder | None = None
-    on_text: TextCallback | None = None
-    in_generate: bool = False  # a running `Engine.generate` collects its output
     stops: StopStrings | None = None
     verify: Verify = Verify.STANDARD
     rates: tuple[float, ...] = ()  # of synthetic acceptance
+    on_text: TextCallback | None = None
+    in_generate: bool = False  # a running `Engine.generate` collects its output
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     repaired: int = 0
@@ -164,6 +164,45 @@ class Request:
         """Tokens so far, prompt included."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete."""
+        return self.stops is not None and self.stops.found
+
+    def receive(self, tokens: list[int], logprobs: list[float], now: SlotSnapshot) -> str:
+        """Take in the tokens of a step; returns the text that became final.
+
+        Tokens after the one that completes a stop string are dropped, from log-probabilities and acceptance as well: what is
+        counted is what the user gets.
+        """
+        before, text = sum(self.accepted_at), ""
+        self.steps, self.drafted_at, self.accepted_at = now.steps, now.drafted_at, now.accepted_at
+        self.repaired = now.repaired
+        kept = len(tokens)
+        if self.stops is None:
+            text = self.decoder.push(tokens) if self.decoder is not None else ""
+        else:
+            for index, token in enumerate(tokens):  # one by one, to know which token completes a stop string
+                text += self.stops.push(self.decoder.push([token]))
+                if self.stops.found:
+                    kept = index + 1
+                    break
+        self.output_ids += tokens[:kept]
+        self.logprobs += logprobs[:kept]
+        accepted = sum(now.accepted_at) - before
+        self.accepted_at = [count - (kept <= position < accepted) for position, count in enumerate(now.accepted_at)]
+        return text
+
+    def flush_text(self) -> str:
+        """The rest of the text at its end."""
+        if self.decoder is None or self.stopped:
+            return ""
+        rest = self.decoder.flush()
+        if self.stops is None:
+            return rest
+        rest = self.stops.push(rest)
+        return rest if self.stops.found else rest + self.stops.flush()
+
     def output(self, reason: FinishReason) -> "RequestOutput":
         ttft_ms = tpot_ms = None
         if self.first_token_s is not None:
@@ -172,7 +211,7 @@ class Request:
                 tpot_ms = (self.last_token_s - self.first_token_s) * 1e3 / (len(self.output_ids) - 1)
         return RequestOutput(
             self.id, self.prompt, self.prompt_ids, list(self.output_ids), self.text, reason, self.steps, self.drafted_at,
-            self.accepted_at, ttft_ms, tpot_ms, self.logprobs if self.params.logprobs else None, self.repaired,
+            self.accepted_at, ttft_ms, tpot_ms, list(self.logprobs) if self.params.logprobs else None, self.repaired,
         )  # fmt: skip
 
 

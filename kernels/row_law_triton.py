@@ -63,8 +63,9 @@ def search(
     prefix = tl.zeros([], tl.int64)
     reached = tl.zeros([], tl.float32)
     ways = tl.arange(0, 2**BITS)
-    for digit in tl.static_range(32 // BITS):
-        bounds = prefix + (ways.to(tl.int64) << (32 - BITS * (digit + 1)))  # [2^BITS]
+    for digit in range(32 // BITS):
+        unit = tl.full([], 1, tl.int64) << (32 - BITS * (digit + 1))
+        bounds = prefix + ways * unit  # [2^BITS]
         before = tl.zeros([2**BITS], tl.float32)
         for start in range(0, vocab, BLOCK):
             offsets = start + tl.arange(0, BLOCK)
@@ -81,7 +82,7 @@ def search(
         # Sums in one order rise with the bound, so the bounds that miss the goal are the first ones.
         chosen = tl.maximum(tl.sum((before < goal).to(tl.int32), axis=0) - 1, 0)
         reached = tl.sum(tl.where(ways == chosen, before, 0.0), axis=0)
-        prefix += chosen.to(tl.int64) << (32 - BITS * (digit + 1))
+        prefix += chosen * unit
     return prefix, reached
 
 
@@ -106,10 +107,10 @@ def weight_of(edge):
     return tl.exp(-(edge.to(tl.int32).to(tl.float32, bitcast=True)))
 
 
-@triton.jit(do_not_specialize=["vocab"])
+@triton.jit(do_not_specialize=["vocab", "query_len"])
 def row_law_kernel(
     logits_ptr,  # [N, V]
-    temperature_ptr,  # [N // QUERY_LEN], as the next three
+    temperature_ptr,  # [N // query_len], as the next three
     top_k_ptr,
     top_p_ptr,
     log_min_p_ptr,
@@ -119,13 +120,13 @@ def row_law_kernel(
     total_ptr,
     repair_ptr,
     vocab,
-    QUERY_LEN: tl.constexpr,
+    query_len,
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
 ):
     """One program per row: maximum, then the edge of what stays, then its sum. A greedy row ends after the maximum."""
     row = tl.program_id(0).to(tl.int64)
-    owner = row // QUERY_LEN
+    owner = row // query_len
     logits_ptr += row * vocab
     temperature = tl.load(temperature_ptr + owner).to(tl.float32)
 
@@ -235,8 +236,9 @@ def row_law(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, m
                 "log_min_p_ptr": min_p.log(),
                 **numbers.arguments,
                 "vocab": vocab,
+                "query_len": query_len,
             },
-            constexprs={"QUERY_LEN": query_len, "BLOCK": BLOCK, "BITS": BITS},
+            constexprs={"BLOCK": BLOCK, "BITS": BITS},
             num_warps=8,
         )
     )

@@ -71,19 +71,18 @@ def token_law_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
 
 def token_law_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Same contract; sorts only the rows that ask for it, and takes the arg-max alone for greedy rows."""
-    dtype = accumulation_dtype(logits.dtype)
-    law = torch.zeros(logits.shape, dtype=dtype)
+    law = torch.zeros(logits.shape, dtype=accumulation_dtype(logits.dtype))
     sampled = temperature > 0
     filtered = sampled & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    for row, (is_sampled, is_filtered) in enumerate(zip(sampled.tolist(), filtered.tolist(), strict=True)):
-        one = slice(row, row + 1)
-        if not is_sampled:
-            law[row, greedy_tokens(logits[row])] = 1.0
-        elif is_filtered:
-            law[one] = token_law_reference(logits[one], temperature[one], top_k[one], top_p[one], min_p[one])
-        else:
-            wide = finite_logits(logits[row].to(dtype))
-            law[row] = ((wide - wide.max()) / temperature[row].to(dtype)).softmax(-1)
+    greedy, plain, filtered = (rows.nonzero().flatten() for rows in (~sampled, sampled & ~filtered, filtered))
+    if len(greedy):
+        law[greedy, greedy_tokens(logits[greedy])] = 1.0
+    if len(plain):
+        wide = finite_logits(logits[plain].to(law.dtype))
+        law[plain] = ((wide - wide.amax(-1, keepdim=True)) / temperature[plain, None].to(law.dtype)).softmax(-1)
+    if len(filtered):
+        params = (tensor[filtered] for tensor in (temperature, top_k, top_p, min_p))
+        law[filtered] = token_law_reference(logits[filtered], *params)
     return law
 
 

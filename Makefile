@@ -32,7 +32,7 @@ demo: base ## generate text with the embedded model, speculative and plain side 
 	@$(PY) -m stepgraph.capture.demo
 
 test: lint ## lint, then run every test
-	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --nbmake --nbmake-timeout=300 tests notebooks
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=300 tests notebooks
 	@$(INTERPRET) $(PY) -m pytest -n $(WORKERS) tests/kernels/interpreter
 
 gate: extra ## compile every kernel that the model shapes launch, for GPUs that need not be here

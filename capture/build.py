@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from stepgraph.capture.engine import Engine
-from stepgraph.capture.graphs import Mode, StepGraphs
+from stepgraph.capture.graphs import StepGraphs
+from stepgraph.capture.modes import Mode
 from stepgraph.capture.policies import KPolicy, make_policy
 from stepgraph.capture.request import require_verify
 from stepgraph.capture.schedule import Schedule, require_int
@@ -38,7 +39,7 @@ class EngineOptions:
         kv_memory_bytes: budget of all KV caches; no more is taken than `max_batch` requests of `max_len` can use.
         dtype: float32, bfloat16, float16 or float64.
         device: None is "cuda" where there is one, else "cpu".
-        mode: FULL or EAGER.
+        mode: FULL, THREE_GRAPH, PIECEWISE or EAGER (`stepgraph.capture.modes.Mode`).
         strict: a step without a graph is an error instead of an eager step.
         prefill_chunk: most prompt tokens run between two steps.
         seed: request i without a seed of its own gets `seed + i`.

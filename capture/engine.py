@@ -2,32 +2,24 @@
 
 import time
 import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from stepgraph.capture.graphs import StepGraphs
+from stepgraph.capture.intake import Intake, Prompt
+from stepgraph.capture.launched import LaunchedStep, StepRecord
 from stepgraph.capture.policies.base import KPolicy
-from stepgraph.capture.request import (
-    INT64_MAX,
-    VERIFY,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TextCallback,
-    require_number,
-    require_verify,
-)
+from stepgraph.capture.request import FinishReason, Request, RequestOutput, SamplingParams, TextCallback
+from stepgraph.capture.schedule import require_int
 from stepgraph.capture.scheduler import Scheduler
-from stepgraph.capture.state import MAX_STOP_IDS, SlotSnapshot
 from stepgraph.capture.stats import EngineStats
-from stepgraph.capture.stops import StopStrings
-from stepgraph.kernels.advance import RUNNING, STOPPED
-from stepgraph.kernels.rejection import Verify
-from stepgraph.model.tokenizer import StreamDecoder, Tokenizer
+from stepgraph.capture.transfer import Download
+from stepgraph.kernels.advance import LENGTH, STOPPED
+from stepgraph.model.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+MAX_LAG = 1
 
 
 class Engine:
@@ -45,6 +37,9 @@ class Engine:
         verify: "standard" or "block", for requests that do not say.
         synthetic_rates: accept draft i with the i-th of these probabilities, whatever the models say. NOT lossless: for
             timing steps at a given acceptance only.
+        lag: steps that may be in flight when the next one is launched, 0 or 1; with 1 the device never waits for the host,
+            and the host learns of a step one step later. Tokens are the same. None is 1 on CUDA, 0 elsewhere.
+        on_step: called with the record of each step when its results have been read.
 
     Attributes:
         stats: totals over finished requests.
@@ -62,32 +57,26 @@ class Engine:
         seed: int = 0,
         verify: str = "standard",
         synthetic_rates: Sequence[float] | None = None,
+        lag: int | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
     ):
-        state = graphs.step.state
-        require_verify(verify)
-        if synthetic_rates is not None:
-            if len(synthetic_rates) < max(policy.ks):
-                raise ValueError(f"synthetic_rates has {len(synthetic_rates)} entries; the policy may ask k={max(policy.ks)}")
-            for rate in synthetic_rates:
-                require_number("an entry of synthetic_rates", rate, 0.0, 1.0)
-            warnings.warn("acceptance is synthetic: the text means nothing, only the timing does", stacklevel=2)
-        if max(policy.ks) > state.k_max:
-            raise ValueError(f"the policy may ask k={max(policy.ks)}; the state was made for k up to {state.k_max}")
-        if graphs.step.drafter is None and max(policy.ks) > 0:
-            raise ValueError(f"the policy may ask k={max(policy.ks)}; without a drafter only k=0 is possible")
-        if graphs.step.drafter is not None and max(policy.ks) == 0:
+        state, most_k = graphs.step.state, max(policy.ks)
+        if most_k > state.k_max:
+            raise ValueError(f"the policy may ask k={most_k}; the state was made for k up to {state.k_max}")
+        if graphs.step.drafter is None and most_k > 0:
+            raise ValueError(f"the policy may ask k={most_k}; without a drafter only k=0 is possible")
+        if graphs.step.drafter is not None and most_k == 0:
             warnings.warn(f"drafter {graphs.step.drafter.name} is loaded but never drafts: k is 0 at every batch", stacklevel=2)
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
+        require_int("prefill_chunk", prefill_chunk, 1)
+        self.lag = int(state.slots.is_cuda) if lag is None else require_int("lag", lag, 0, MAX_LAG)
         self.graphs, self.policy, self.tokenizer = graphs, policy, tokenizer
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.prefill_chunk, self.seed = prefill_chunk, seed
-        self.verify = verify
-        self.synthetic_rates = None if synthetic_rates is None else tuple(synthetic_rates[: state.k_max])
-        kv = graphs.step.kv
-        self.scheduler = Scheduler(state, kv.num_blocks, kv.block_size)
+        self.prefill_chunk, self.on_step = prefill_chunk, on_step
+        self.scheduler = Scheduler(state, graphs.step.kv.num_blocks, graphs.step.kv.block_size)
+        vocab_size = graphs.step.target.config.vocab_size
+        self.intake = Intake(self.scheduler, vocab_size, tokenizer, eos_token_ids, seed, verify, synthetic_rates, most_k)
         self.stats = EngineStats(state.k_max)
         self.interrupted = False
+        self._in_flight: deque[LaunchedStep] = deque()
         self._next_id = 0
         self._requests: dict[int, Request] = {}
         self._outputs: dict[int, RequestOutput] = {}  # finished, not handed out yet
@@ -105,7 +94,7 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, has unknown token ids, or the request can never fit; nothing is queued.
         """
-        return self._queue(self._new_request(self._next_id, prompt, params))
+        return self._queue(self.intake.request(self._next_id, prompt, params))
 
     def step(self) -> list[RequestOutput]:
         """Admit, run at most one prompt chunk, run one decoding step; returns the requests that have finished since the
@@ -148,7 +137,7 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters were given for {len(prompts)} prompts")
         # All are checked before one is queued, so that a bad prompt leaves nothing behind.
-        requests = [self._new_request(self._next_id + i, *pair) for i, pair in enumerate(zip(prompts, each, strict=True))]
+        requests = [self.intake.request(self._next_id + i, *pair) for i, pair in enumerate(zip(prompts, each, strict=True))]
         for request in requests:
             request.on_text, request.in_generate = on_text, True
             self._queue(request)
@@ -184,58 +173,6 @@ class Engine:
 
     # -- inside a step --------------------------------------------------------------------------------------------------
 
-    def _new_request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> Request:
-        ids, state, scheduler = self._prompt_ids(prompt), self.graphs.step.state, self.scheduler
-        if len(ids) >= state.max_len:
-            raise ValueError(f"the prompt has {len(ids)} tokens; max_len={state.max_len} leaves room for {state.max_len - 1}")
-        stop_ids = [*dict.fromkeys((*params.stop_ids, *(() if params.ignore_eos else self.eos_token_ids)))]
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(f"the request has {len(stop_ids)} stop ids with the model's own; at most {MAX_STOP_IDS} fit")
-        request = Request(
-            id=request_id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_ids=ids,
-            params=params,
-            stop_ids=stop_ids,
-            seed=(self.seed + request_id) & INT64_MAX if params.seed is None else params.seed,
-            limit=min(len(ids) + params.max_new_tokens, state.max_len),
-            arrived_s=time.perf_counter(),
-            drafted_at=[0] * state.k_max,
-            accepted_at=[0] * state.k_max,
-            decoder=StreamDecoder(self.tokenizer) if self.tokenizer is not None else None,
-            stops=StopStrings(params.stop) if params.stop else None,
-            verify=Verify.SYNTHETIC if self.synthetic_rates is not None else VERIFY[params.verify or self.verify],
-            rates=self.synthetic_rates or (),
-        )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop is {params.stop!r}; stop strings need a tokenizer, and the model has none")
-        vocab = self.graphs.step.target.config.vocab_size
-        for token in params.logit_bias:
-            if token >= vocab:
-                raise ValueError(f"logit_bias has token id {token}; allowed are integers from 0 to {vocab - 1}")
-        needed, capacity = scheduler.most_blocks(request), scheduler.allocator.capacity
-        if needed > capacity:
-            raise ValueError(
-                f"a prompt of {len(ids)} tokens with max_new_tokens={params.max_new_tokens} needs {needed} KV blocks of "
-                f"{scheduler.block_size} tokens; the cache has {capacity}"
-            )
-        return request
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the model has no tokenizer; give prompts as token ids")
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = list(prompt)
-        if not ids:
-            raise ValueError("a prompt is empty; at least one token is needed")
-        vocab = self.graphs.step.target.config.vocab_size
-        for token in ids:
-            if type(token) is not int or not 0 <= token < vocab:
-                raise ValueError(f"a prompt has token id {token!r}; allowed are integers from 0 to {vocab - 1}")
-        return ids
-
     def _queue(self, request: Request) -> int:
         self._next_id = request.id + 1
         self._requests[request.id] = request
@@ -266,39 +203,71 @@ class Engine:
         self.stats.elapsed_s += time.perf_counter() - start_s
 
     def _decode(self) -> None:
-        running = list(self.scheduler.running)
-        if not running:
+        self._launch()
+        # Results are read when there is a later step for the device to run meanwhile, or nothing more to launch.
+        while self._in_flight and (len(self._in_flight) > self.lag or not self._launchable()):
+            self._receive(self._in_flight.popleft())
+        self._deliver()
+
+    def _launchable(self) -> list[Request]:
+        """Decoding requests that the steps in flight will not have brought to their limit: each commits a token at least."""
+        flying = Counter(request.id for step in self._in_flight for request in step.requests)
+        return [
+            request
+            for request in self.scheduler.running
+            if request.ended is None and request.length + flying[request.id] < request.limit
+        ]
+
+    def _launch(self) -> None:
+        requests = self._launchable()
+        if not requests:
             return
-        state, slots = self.graphs.step.state, [request.slot for request in running]
-        k = self.policy.choose(len(running))
-        for request in running:
-            self.scheduler.grow(request, request.length + k)
-        state.set_rows(slots)
-        self.graphs.replay(len(running), k)
+        state, k = self.graphs.step.state, self.policy.choose(len(requests))
+        most_new = k + 1 + sum(step.most_tokens for step in self._in_flight)
+        for request in requests:  # blocks for the longest text that the steps in flight and this one can make
+            self.scheduler.grow(request, request.length + most_new - 1)
+        state.set_rows([request.slot for request in requests])
+        key = self.graphs.replay(len(requests), k)
+        logprobs = {
+            row: (request.length, Download(state.logprobs[request.slot, request.length : request.length + most_new]))
+            for row, request in enumerate(requests)
+            if request.params.logprobs
+        }
+        results = state.step_results(len(requests))
+        self._in_flight.append(LaunchedStep(self.stats.steps, requests, k, key, self.graphs.eager_reason, results, logprobs))
         self.stats.steps += 1
 
-        now_s, after = time.perf_counter(), state.snapshot(slots)
-        self.policy.observe(
-            k, [sum(now.accepted_at) - sum(request.accepted_at) for request, now in zip(running, after, strict=True)]
-        )
-        for request, now in zip(running, after, strict=True):
-            # A callback may end any request, this one included; its slot is then another's.
+    def _receive(self, step: LaunchedStep) -> None:
+        """Take in all that a step committed, before anybody is told."""
+        rows, now_s, lag = step.read(), time.perf_counter(), len(self._in_flight)
+        for request, (result, logprobs) in zip(step.requests, rows, strict=True):
+            # It may have ended meanwhile: in an earlier step, or by a callback; its slot is then another's.
+            if request.id not in self._requests or request.ended is not None:
+                continue
+            request.first_token_s = request.first_token_s or now_s
+            request.last_token_s = now_s
+            request.receive(result, logprobs)
+            if request.stopped or result.finished == STOPPED:
+                request.ended = FinishReason.STOP
+            elif result.finished == LENGTH:
+                request.ended = FinishReason.LENGTH
+        record = step.record([result for result, _ in rows], lag)
+        self.policy.observe(step.k, record.accepted, lag)
+        if self.on_step is not None:
+            self.on_step(record)
+
+    def _deliver(self) -> None:
+        """Hand out new text and finished requests. A callback may raise, or end any request; what it keeps from going out goes
+        out with the next step.
+        """
+        for request in list(self.scheduler.running):
             if request.id in self._requests:
-                self._receive(request, now, now_s)
-            if request.id in self._requests and (now.finished != RUNNING or request.stopped):
-                stopped = now.finished == STOPPED or request.stopped
-                self._finish(request, FinishReason.STOP if stopped else FinishReason.LENGTH)
+                self._emit_text(request)
+            if request.id in self._requests and request.ended is not None:
+                self._finish(request, request.ended)
 
-    def _receive(self, request: Request, now: SlotSnapshot, now_s: float) -> None:
-        """Take in what a step committed; text goes out last, since its callback may do anything."""
-        state, start, stop = self.graphs.step.state, request.length, now.seq_len + 1
-        tokens = state.tokens(request.slot, start, stop)
-        logprobs = state.logprobs[request.slot, start:stop].tolist() if request.params.logprobs else []
-        request.first_token_s = request.first_token_s or now_s
-        request.last_token_s = now_s
-        self._emit_text(request, request.receive(tokens, logprobs, now))
-
-    def _emit_text(self, request: Request, text: str) -> None:
+    def _emit_text(self, request: Request) -> None:
+        text, request.unsent = request.unsent, ""
         request.text += text
         if text and request.on_text is not None:
             request.on_text(request.id, text)
@@ -307,7 +276,8 @@ class Engine:
         """Free what a request holds and keep its output; its text callback comes last, since it may raise."""
         self.scheduler.release(request)
         del self._requests[request.id]
-        rest = request.flush_text()
+        request.unsent += request.flush_text()
+        rest = request.unsent
         request.text += rest
         self._outputs[request.id] = output = request.output(reason)
         self.stats.add(output)

@@ -10,7 +10,7 @@ from typing import TextIO
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
 from stepgraph.capture.console import INTERRUPTED, OrderedStream, progress, stats_table
 from stepgraph.capture.engine import Engine
-from stepgraph.capture.graphs import Mode
+from stepgraph.capture.modes import Mode
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import VERIFY, FinishReason, RequestOutput, SamplingParams
 from stepgraph.model.drafters import KNOWN as KNOWN_DRAFTERS

@@ -3,30 +3,17 @@
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from enum import StrEnum
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from stepgraph.capture.cuda import capture_cuda_graph
+from stepgraph.capture.backends import Captured, capture_key, warm_up_key
+from stepgraph.capture.cuda import frozen_garbage, padding_only
 from stepgraph.capture.keys import GraphKey, KeySet
+from stepgraph.capture.modes import Mode
 from stepgraph.capture.schedule import require_int
 from stepgraph.capture.step import SpeculativeStep
-from stepgraph.capture.trace import trace_step
-
-
-class Mode(StrEnum):
-    """How steps run: the whole step in one graph, or operator by operator."""
-
-    FULL = "FULL"
-    EAGER = "EAGER"
-
-
-class Graph(Protocol):
-    """A captured step."""
-
-    def replay(self) -> None: ...
 
 
 class CaptureError(RuntimeError):
@@ -40,8 +27,9 @@ class EagerFallback(UserWarning):
 class StepGraphs:
     """Captures and replays whole steps.
 
-    On CUDA a graph is a `torch.cuda.CUDAGraph`, elsewhere an FX graph over the same static tensors; every mode computes the
-    same step. A step without a graph runs eagerly, is counted as a miss and warned about once per reason.
+    On CUDA a graph is a `torch.cuda.CUDAGraph` (or several, see `Mode`), elsewhere an FX graph over the same static tensors;
+    every mode computes the same step. A step without a graph runs eagerly, is counted as a miss and warned about once per
+    reason.
 
     A graph holds its tensors, not their names: weights changed in place are seen by the next replay, weights that were
     replaced or moved are not until `destroy` and a new capture.
@@ -49,13 +37,14 @@ class StepGraphs:
     Args:
         step: the step; its state's `slots` are the only input that changes between replays.
         keys: the graphs to have.
-        mode: FULL or EAGER.
+        mode: a `Mode` or its name.
         strict: raise `CaptureError` instead of falling back to eager.
 
     Attributes:
         hits, misses: steps that found a graph, and that did not (EAGER mode counts neither).
         replays: graph replays by key.
-        capture_s: seconds each key's capture took, by key.
+        captures: what each key's capture took and holds.
+        eager_reason: why the last replay ran operator by operator, None when it did not.
     """
 
     def __init__(self, step: SpeculativeStep, keys: KeySet, *, mode: Mode | str = Mode.FULL, strict: bool = False):
@@ -71,8 +60,8 @@ class StepGraphs:
         self.step, self.keys, self.strict = step, keys, strict
         self.hits, self.misses = 0, 0
         self.replays: Counter[GraphKey] = Counter()
-        self.capture_s: dict[GraphKey, float] = {}
-        self._graphs: dict[GraphKey, Graph] = {}
+        self.captures: dict[GraphKey, Captured] = {}
+        self.eager_reason: str | None = None
         self._failed: dict[GraphKey, str] = {}
         self._warned: set[str] = set()
         # One pool for all graphs: they never run at the same time, so they may share their scratch memory.
@@ -85,18 +74,20 @@ class StepGraphs:
         """
         if self.mode is Mode.EAGER:
             return
-        pending = [key for key in self.keys if key not in self._graphs and key not in self._failed]
+        pending = [key for key in self.keys if key not in self.captures and key not in self._failed]
         if pending:
-            for key in progress(sorted(pending, key=lambda key: key.batch * key.query_len, reverse=True)):
-                self._capture(key)
+            self._warm_up(pending)
+            with frozen_garbage():
+                for key in progress(sorted(pending, key=lambda key: key.batch * key.query_len, reverse=True)):
+                    self._capture(key)
 
     @property
     def captured(self) -> frozenset[GraphKey]:
-        return frozenset(self._graphs)
+        return frozenset(self.captures)
 
-    def __getitem__(self, key: GraphKey) -> Graph:
+    def __getitem__(self, key: GraphKey):
         """The captured graph of a key; KeyError when there is none."""
-        return self._graphs[key]
+        return self.captures[key].graph
 
     def replay(self, batch: int, k: int) -> GraphKey | None:
         """Run one step for the first `batch` rows of `state.slots` with k drafts a row.
@@ -107,29 +98,25 @@ class StepGraphs:
         Raises:
             CaptureError: strict mode, and there is no graph.
         """
-        slots = self.step.state.slots
-        require_int("batch", batch, 1, len(slots))
+        require_int("batch", batch, 1, self.step.state.num_slots)
         require_int("k", k, 0, self.step.state.k_max)
         key = self.keys.lookup(batch, k)
         bucket = key.batch if key else batch
-        slots[batch:bucket] = -1
-        if self.mode is Mode.EAGER:
-            self._eager(bucket, k)
-            return None
-        reason = f"no graph was asked for that holds batch {batch} at k={k}" if key is None else self._ensure(key)
-        if reason is not None:
-            self._miss(reason)
-            self._eager(bucket, k)
+        self.step.state.pad_rows(batch)
+        self.eager_reason = self._why_eager(batch, k, key)
+        if self.eager_reason is not None:
+            with torch.no_grad():
+                self.step(bucket, k)
             return None
         self.hits += 1
         self.replays[key] += 1
         with torch.no_grad():
-            self._graphs[key].replay()
+            self.captures[key].graph.replay()
         return key
 
     def destroy(self) -> None:
         """Drop all graphs and the memory they hold; a later `capture` builds them again."""
-        self._graphs.clear()
+        self.captures.clear()
         self._failed.clear()
 
     def report(self) -> dict:
@@ -137,40 +124,68 @@ class StepGraphs:
         return {
             "graph_hits": self.hits,
             "graph_misses": self.misses,
-            "captures": len(self.capture_s),
-            "capture_s": sum(self.capture_s.values()),
+            "captures": len(self.captures),
+            "capture_s": sum(captured.seconds for captured in self.captures.values()),
             "replays_by_key": {f"{key.batch}x{key.k}": count for key, count in sorted(self.replays.items())},
         }
 
-    def _eager(self, batch: int, k: int) -> None:
-        with torch.no_grad():
-            self.step(batch, k)
+    def rows(self) -> list[dict]:
+        """A row per captured key: what its capture took and holds, and how often it ran."""
+        return [
+            {
+                "batch": key.batch,
+                "k": key.k,
+                "nodes": captured.nodes,
+                "bytes": captured.nbytes,
+                "capture_s": captured.seconds,
+                "replays": self.replays[key],
+            }
+            for key, captured in sorted(self.captures.items())
+        ]
 
-    def _ensure(self, key: GraphKey) -> str | None:
-        """Have a graph for `key`; returns the reason when there is none."""
-        if key not in self._graphs and key not in self._failed:
-            self._capture(key)
-        return self._failed.get(key)
-
-    def _capture(self, key: GraphKey) -> None:
-        start_s = time.perf_counter()
-        try:
-            if self.step.state.slots.is_cuda:
-                self._graphs[key] = capture_cuda_graph(self.step, key, self._pool)
-            else:
-                self._graphs[key] = trace_step(self.step, key.batch, key.k)
-        # Whatever stops a capture (a host read, memory, a driver fault), the step itself still runs operator by operator.
-        except Exception as error:
-            self._failed[key] = f"capture of batch {key.batch} at k={key.k} failed: {type(error).__name__}: {error}"
-            if self.strict:
-                raise CaptureError(self._failed[key]) from error
+    def _why_eager(self, batch: int, k: int, key: GraphKey | None) -> str | None:
+        """Have a graph for the key; otherwise the reason, counted and said once. EAGER mode is a reason, and not a miss."""
+        if self.mode is Mode.EAGER:
+            return "mode is EAGER"
+        if key is None:
+            reason = f"no graph was asked for that holds batch {batch} at k={k}"
         else:
-            self.capture_s[key] = time.perf_counter() - start_s
-
-    def _miss(self, reason: str) -> None:
+            if key not in self.captures and key not in self._failed:
+                self._warm_up([key])
+                self._capture(key)
+            if key in self.captures:
+                return None
+            reason = self._failed[key]
         self.misses += 1
         if self.strict:
             raise CaptureError(reason)
         if reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(f"the step runs EAGER: {reason}", EagerFallback, stacklevel=3)
+        return reason
+
+    def _warm_up(self, keys: Iterable[GraphKey]) -> None:
+        """All keys before the first capture: lazy initialisation may free or allocate what a captured graph knows."""
+        if self._pool is not None:
+            with padding_only(self.step.state):
+                for key in keys:
+                    with self._attempt(key):
+                        warm_up_key(self.step, key)
+
+    def _capture(self, key: GraphKey) -> None:
+        if key in self._failed:
+            return
+        start_s = time.perf_counter()
+        with self._attempt(key):
+            captured = capture_key(self.step, key, self.mode, self._pool)
+            self.captures[key] = captured._replace(seconds=time.perf_counter() - start_s)
+
+    @contextmanager
+    def _attempt(self, key: GraphKey) -> Iterator[None]:
+        """Whatever stops a capture (a host read, memory, a driver fault), the step itself still runs operator by operator."""
+        try:
+            yield
+        except Exception as error:
+            self._failed[key] = f"capture of batch {key.batch} at k={key.k} failed: {type(error).__name__}: {error}"
+            if self.strict:
+                raise CaptureError(self._failed[key]) from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stepgraph.capture.schedule import require_int
-from stepgraph.capture.state import MAX_LOGIT_BIAS, MAX_STOP_IDS, SlotSnapshot
+from stepgraph.capture.state import MAX_LOGIT_BIAS, MAX_STOP_IDS, StepResult
 from stepgraph.capture.stops import StopStrings
 from stepgraph.kernels.rejection import Verify
 from stepgraph.model.tokenizer import StreamDecoder
@@ -151,6 +151,8 @@ class Request:
     on_text: TextCallback | None = None
     in_generate: bool = False  # a running `Engine.generate` collects its output
     text: str = ""
+    unsent: str = ""  # final, and not handed out yet
+    ended: FinishReason | None = None  # known to the host, and not handed out yet
     logprobs: list[float] = field(default_factory=list)
     repaired: int = 0
 
@@ -169,29 +171,29 @@ class Request:
         """A stop string is complete."""
         return self.stops is not None and self.stops.found
 
-    def receive(self, tokens: list[int], logprobs: list[float], now: SlotSnapshot) -> str:
-        """Take in the tokens of a step; returns the text that became final.
+    def receive(self, result: StepResult, logprobs: list[float]) -> None:
+        """Take in the tokens of a step; text that became final waits in `unsent`.
 
         Tokens after the one that completes a stop string are dropped, from log-probabilities and acceptance as well: what is
         counted is what the user gets.
         """
-        before, text = sum(self.accepted_at), ""
-        self.steps, self.drafted_at, self.accepted_at = now.steps, now.drafted_at, now.accepted_at
-        self.repaired = now.repaired
-        kept = len(tokens)
+        tokens, kept = result.tokens, len(result.tokens)
         if self.stops is None:
-            text = self.decoder.push(tokens) if self.decoder is not None else ""
+            self.unsent += self.decoder.push(tokens) if self.decoder is not None else ""
         else:
             for index, token in enumerate(tokens):  # one by one, to know which token completes a stop string
-                text += self.stops.push(self.decoder.push([token]))
+                self.unsent += self.stops.push(self.decoder.push([token]))
                 if self.stops.found:
                     kept = index + 1
                     break
         self.output_ids += tokens[:kept]
         self.logprobs += logprobs[:kept]
-        accepted = sum(now.accepted_at) - before
-        self.accepted_at = [count - (kept <= position < accepted) for position, count in enumerate(now.accepted_at)]
-        return text
+        self.steps += 1
+        self.repaired += result.repaired
+        for position in range(result.drafted):
+            self.drafted_at[position] += 1
+        for position in range(min(result.accepted, kept)):
+            self.accepted_at[position] += 1
 
     def flush_text(self) -> str:
         """The rest of the text at its end."""

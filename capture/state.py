@@ -1,11 +1,12 @@
 """`DecodeState`: every tensor of the running requests that outlives a step, allocated once, read and written in place."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from stepgraph.kernels.advance import RUNNING
+from stepgraph.capture.transfer import Download, upload
+from stepgraph.kernels.advance import RESULT_HEAD, RUNNING
 from stepgraph.model.drafters.base import StepRows
 
 MAX_STOP_IDS = 8
@@ -15,16 +16,15 @@ MAX_LOGIT_BIAS = 128
 EMPTY = {"slots": -1, "stop_ids": -1, "bias_ids": -1, "top_p": 1.0, "repetition": 1.0}
 
 
-@dataclass(frozen=True)
-class SlotSnapshot:
-    """What the host learns about one slot: how far it is, whether it ended, and its counters."""
+class StepResult(NamedTuple):
+    """What the host learns about one row of a step: how far its request is, whether it ended, and what the step committed."""
 
     seq_len: int
     finished: int
-    steps: int
-    drafted_at: list[int]
-    accepted_at: list[int]
+    drafted: int
+    accepted: int
     repaired: int
+    tokens: list[int]
 
 
 class DecodeState(nn.Module):
@@ -41,7 +41,8 @@ class DecodeState(nn.Module):
     Verification: `verify [S]` a `Verify`, `rates [S, k_max]` float32 for synthetic acceptance. Transforms (see
     `stepgraph.kernels.transforms`): `transformed [S]` bool, `prompt_len, min_len [S]`, `repetition, frequency, presence [S]`
     float32, `bias_ids, bias_values [S, 128]`. Results on request: `wants_logprobs [S]` bool, `logprobs [S, max_len]` float32
-    by position. `repaired [S]`: rows of logits that were not finite.
+    by position. `repaired [S]`: rows of logits that were not finite. `results [num_slots, 5 + k_max + 1]`: what the host reads
+    after a step, by row (see `stepgraph.kernels.advance`).
     """
 
     def __init__(self, *, num_slots: int, max_len: int, block_size: int, k_max: int, device: str | torch.device = "cpu"):
@@ -89,13 +90,22 @@ class DecodeState(nn.Module):
             "wants_logprobs": flags(),
             "logprobs": floats(rows, max_len),
             "repaired": integers(rows),
+            "results": integers(num_slots, RESULT_HEAD + k_max + 1),
         }
+        self._rows = [-1] * num_slots  # what `slots` holds
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor.fill_(EMPTY.get(name, 0)), persistent=False)
 
     def set_rows(self, slots: list[int]) -> None:
-        """Rows 0.. of the next step run these slots; −1 is a padding row."""
-        self.slots[: len(slots)] = torch.tensor(slots, dtype=torch.int64)
+        """Rows 0.. of the next steps run these slots, rows after them are padding, as is −1."""
+        rows = [*slots, *[-1] * (self.num_slots - len(slots))]
+        if rows != self._rows:
+            upload(self.slots, rows)
+            self._rows = rows
+
+    def pad_rows(self, batch: int) -> None:
+        """Make padding of every row from `batch` on."""
+        self.set_rows(self._rows[:batch])
 
     def rows(self, batch: int, k: int, drafter_positions: int | None) -> StepRows:
         """The first `batch` rows as a step sees them. Traced: fixed shapes, no host read.
@@ -130,16 +140,21 @@ class DecodeState(nn.Module):
     def clear_slot(self, slot: int) -> None:
         """Forget the request of a slot: nothing of it may reach the next one."""
         for name, buffer in self.named_buffers():
-            if name != "slots":
+            if name not in ("slots", "results"):  # by row, not by slot
                 buffer[slot] = buffer[self.num_slots]
 
-    def snapshot(self, slots: list[int]) -> list[SlotSnapshot]:
-        """Read the given slots on the host."""
-        index = torch.tensor(slots, dtype=torch.int64, device=self.slots.device)
-        read = (self.seq_len, self.finished, self.steps, self.drafted_at, self.accepted_at, self.repaired)
-        columns = [tensor[index].tolist() for tensor in read]
-        return [SlotSnapshot(*values) for values in zip(*columns, strict=True)]
+    def step_results(self, batch: int) -> Download:
+        """Start to fetch the results of the step that was launched last; `read_results` makes `StepResult`s of them."""
+        return Download(self.results[:batch])
 
     def tokens(self, slot: int, start: int, stop: int) -> list[int]:
         """Tokens of a request at positions `start .. stop - 1`."""
         return self.history[slot, start:stop].tolist()
+
+
+def read_results(fetched: Download, k: int) -> list[StepResult]:
+    """Wait for a step's results; k is the step's."""
+    return [
+        StepResult(*row[:RESULT_HEAD], [token for token in row[RESULT_HEAD : RESULT_HEAD + k + 1] if token >= 0])
+        for row in fetched.wait()
+    ]

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from stepgraph.capture.phases import phase
 from stepgraph.capture.state import DecodeState
 from stepgraph.kernels.advance import advance
 from stepgraph.kernels.logprobs import record_logprobs
@@ -30,37 +31,43 @@ class SpeculativeStep(nn.Module):
         self.target, self.kv, self.state, self.drafter = target, kv, state, drafter
 
     def forward(self, batch: int, k: int) -> None:
-        rows = self.state.rows(batch, k, self.drafter.max_positions if self.drafter else None)
-        drafts = self.draft(rows, k)
-        num_drafts = (drafts.tokens >= 0).sum(1)
+        state = self.state
+        with phase("draft"):
+            rows = state.rows(batch, k, self.drafter.max_positions if self.drafter else None)
+            drafts = self.draft(rows, k)
+            num_drafts = (drafts.tokens >= 0).sum(1)
 
-        # verify: the query is [last token, d_1 .. d_k] at positions seq_len .. seq_len + k; only real tokens enter the cache
-        tokens = torch.cat([rows.last_token[:, None], drafts.tokens], 1)
-        written = rows.seq_len + num_drafts + 1
-        query = rows.query(rows.seq_len, k + 1, self.kv.block_size, live=rows.live, writable=written)
-        hidden = self.target.hidden(tokens, query, self.kv)
-        logits = self.target.logits(hidden)
+        with phase("verify"):
+            # The query is [last token, d_1 .. d_k] at positions seq_len .. seq_len + k; only real tokens enter the cache.
+            tokens = torch.cat([rows.last_token[:, None], drafts.tokens], 1)
+            written = rows.seq_len + num_drafts + 1
+            query = rows.query(rows.seq_len, k + 1, self.kv.block_size, live=rows.live, writable=written)
+            hidden = self.target.hidden(tokens, query, self.kv)
+            logits = self.target.logits(hidden)
 
-        state, slots = self.state, rows.slots
-        transform_logits(
-            logits, drafts.tokens, slots, rows.seq_len, state.history, state.transformed, state.prompt_len, state.min_len,
-            state.repetition, state.frequency, state.presence, state.bias_ids, state.bias_values, state.stop_ids,
-        )  # fmt: skip
-        sampling = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
-        emitted, accepted, repaired = rejection_sample(
-            logits, drafts.tokens, drafts.law, *sampling, rows.seq_len, state.verify[slots], state.rates[slots], drafts.one_hot,
-            drafts.d2t,
-        )  # fmt: skip
+        with phase("accept"):
+            slots = rows.slots
+            transform_logits(
+                logits, drafts.tokens, slots, rows.seq_len, state.history, state.transformed, state.prompt_len, state.min_len,
+                state.repetition, state.frequency, state.presence, state.bias_ids, state.bias_values, state.stop_ids,
+            )  # fmt: skip
+            sampling = (rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.seed)
+            emitted, accepted, repaired = rejection_sample(
+                logits, drafts.tokens, drafts.law, *sampling, rows.seq_len, state.verify[slots], state.rates[slots],
+                drafts.one_hot, drafts.d2t,
+            )  # fmt: skip
 
         if self.drafter is not None:
-            self.drafter.observe(rows, k, tokens, hidden)
+            with phase("observe"):
+                self.drafter.observe(rows, k, tokens, hidden)
 
-        advance(
-            slots, rows.live, emitted, accepted, num_drafts, state.seq_len, state.last_token, state.history,
-            state.finished, state.steps, state.drafted_at, state.accepted_at, state.stop_ids, state.limit,
-        )  # fmt: skip
-        record_logprobs(logits, emitted, slots, rows.seq_len, state.wants_logprobs, state.seq_len, state.logprobs)
-        state.repaired.index_add_(0, slots, torch.where(rows.live, repaired, 0))
+        with phase("advance"):
+            advance(
+                slots, rows.live, emitted, accepted, num_drafts, repaired, state.seq_len, state.last_token, state.history,
+                state.finished, state.steps, state.drafted_at, state.accepted_at, state.repaired, state.results,
+                state.stop_ids, state.limit,
+            )  # fmt: skip
+            record_logprobs(logits, emitted, slots, rows.seq_len, state.wants_logprobs, state.seq_len, state.logprobs)
 
     def draft(self, rows: StepRows, k: int) -> Proposal:
         """Proposals with −1 in the columns that a row may not use, and in all columns from its first −1 on."""

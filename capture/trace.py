@@ -1,14 +1,22 @@
-"""Turn a step into an FX graph without running it: the captured graph of a machine that has no CUDA graphs."""
+"""Turn a step into an FX graph without running it: the captured graph of a machine that has no CUDA graphs, and the contract
+that a machine with them will hold the step to.
+"""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+from torch.profiler import record_function
 
+from stepgraph.capture.contract import CaptureContract, keeps_no_tensor
+from stepgraph.capture.indexing import GuardFreeIndexing
+from stepgraph.capture.phases import phase_of
 from stepgraph.capture.step import SpeculativeStep
 
 
@@ -16,7 +24,8 @@ from stepgraph.capture.step import SpeculativeStep
 class TracedStep:
     """A step's graph, and the tensors it reads and writes, in the order of its inputs.
 
-    `names[i]` is the dotted name of `tensors[i]` in the step (for example `state.seq_len`).
+    `names[i]` is the dotted name of `tensors[i]` in the step (for example `state.seq_len`). Each node has its phase (see
+    `stepgraph.capture.phases.phase_of`) and, in `meta["val"]`, its output's shape and dtype.
     """
 
     graph: GraphModule
@@ -26,26 +35,61 @@ class TracedStep:
     def replay(self) -> None:
         self.graph.forward(*self.tensors)
 
+    def replay_in_ranges(self) -> None:
+        """The same step, node by node, with a profiler range around each phase."""
+        with _PhaseInterpreter(self.graph) as interpreter:
+            interpreter.run(*self.tensors)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The ops of the step, in order."""
+        return [node for node in self.graph.graph.nodes if node.op == "call_function"]
+
 
 def step_tensors(step: SpeculativeStep) -> dict[str, Tensor]:
     """Every tensor that a step can touch, by name; shared tensors once."""
     return dict(step.named_parameters()) | dict(step.named_buffers())
 
 
-def trace_step(step: SpeculativeStep, batch: int, k: int) -> TracedStep:
+def trace_step(step: SpeculativeStep, batch: int, k: int, device: str | None = None) -> TracedStep:
     """Trace the step for one graph key on fake tensors: no kernel runs and no state changes.
 
+    Args:
+        step: the step; its tensors may live on the "meta" device when `device` is given.
+        batch, k: the key.
+        device: trace as if the step lived there, for example "cuda" on a machine without one; None is where it lives.
+
     Raises:
-        Exception: whatever a host read, a data-dependent shape or a tensor unknown to the step raises under FakeTensorMode.
+        CaptureContractError: the step does what a graph cannot hold (`stepgraph.capture.contract`).
     """
     tensors = step_tensors(step)
     names = tuple(tensors)
+    lives_on = torch.device(device) if device is not None else step.state.slots.device
 
     def whole_step(*inputs: Tensor) -> None:
-        functional_call(step, dict(zip(names, inputs, strict=True)), (batch, k))
+        with GuardFreeIndexing(), CaptureContract(lives_on):
+            functional_call(step, dict(zip(names, inputs, strict=True)), (batch, k))
 
     # A FakeTensorMode of our own, without a shape environment: there a host read has no value to give, and raises.
-    fake_mode = FakeTensorMode()
-    with torch.no_grad(), fake_mode:
-        graph = make_fx(whole_step)(*(fake_mode.from_tensor(tensor) for tensor in tensors.values()))
+    with torch.no_grad(), FakeTensorMode(), preserve_node_meta(), keeps_no_tensor(step):
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=lives_on) for t in tensors.values()]
+        graph = make_fx(whole_step)(*fakes)
     return TracedStep(graph, names, tuple(tensors.values()))
+
+
+class _PhaseInterpreter(Interpreter):
+    """Runs a traced step node by node, with a range open for the phase it is in."""
+
+    def __enter__(self):
+        self.phase, self.open = None, ExitStack()
+        return self
+
+    def __exit__(self, *error):
+        self.open.close()
+
+    def run_node(self, node: Node):
+        if node.op == "call_function" and phase_of(node) != self.phase:
+            self.open.close()
+            self.phase = phase_of(node)
+            self.open.enter_context(record_function(f"stepgraph.{self.phase}"))
+        return super().run_node(node)

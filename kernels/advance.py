@@ -11,6 +11,10 @@ from stepgraph.kernels.registry import register
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2  # values of `finished`
 
+# Columns of a row of `results` before its tokens: seq_len and finished after the step, drafts there were and drafts that
+# were committed, rows of logits that were not finite.
+RESULT_HEAD = 5
+
 
 def advance_reference(
     slots: Tensor,
@@ -18,6 +22,7 @@ def advance_reference(
     emitted: Tensor,
     accepted: Tensor,
     num_drafts: Tensor,
+    repaired: Tensor,
     seq_len: Tensor,
     last_token: Tensor,
     history: Tensor,
@@ -25,6 +30,8 @@ def advance_reference(
     steps: Tensor,
     drafted_at: Tensor,
     accepted_at: Tensor,
+    repaired_total: Tensor,
+    results: Tensor,
     stop_ids: Tensor,
     limit: Tensor,
 ) -> None:
@@ -34,13 +41,17 @@ def advance_reference(
         slots: `[B]` int64, the request of each row; rows that are not live name the null slot, the state's last one.
         live: `[B]` bool.
         emitted: `[B, k+1]` int64, −1 padded.
-        accepted, num_drafts: `[B]` int64, accepted drafts, and drafts there were.
+        accepted, num_drafts, repaired: `[B]` int64, accepted drafts, drafts there were, rows of logits that were not finite.
         seq_len: `[S]` int64, tokens in the KV cache, which is the last token's position; written.
         last_token: `[S]` int64; written.
         history: `[S, max_len]` int64, tokens by position; written.
         finished: `[S]` int64: 0 running, 1 stopped at a stop id, 2 out of room; written.
         steps: `[S]` int64, steps the request took part in; written.
         drafted_at, accepted_at: `[S, k_max]` int64, drafts proposed and accepted by position in the window; written.
+        repaired_total: `[S]` int64, sum of `repaired` over the request's steps; written.
+        results: `[R ≥ B, 5 + k_max + 1]` int64, what the host reads, by row: seq_len and finished after the step, drafts,
+            committed drafts, repaired, then the committed tokens, −1 padded up to column 5 + k; −1 for a row that is not
+            live; written up to column 5 + k of the first B rows.
         stop_ids: `[S, n]` int64, −1 padded.
         limit: `[S]` int64, most tokens the request may have, its prompt included.
     """
@@ -68,15 +79,20 @@ def advance_reference(
     seq_len.index_copy_(0, slots, length + count)
     steps.index_add_(0, slots, live.to(steps.dtype))
     draft_column = torch.arange(k_max, device=emitted.device)
-    committed_drafts = torch.minimum(accepted, count)[:, None]
+    committed = torch.minimum(accepted, count)
     drafted_at.index_add_(0, slots, (live[:, None] & (draft_column < num_drafts[:, None])).to(drafted_at.dtype))
-    accepted_at.index_add_(0, slots, (live[:, None] & (draft_column < committed_drafts)).to(accepted_at.dtype))
+    accepted_at.index_add_(0, slots, (live[:, None] & (draft_column < committed[:, None])).to(accepted_at.dtype))
+    repaired_total.index_add_(0, slots, torch.where(live, repaired, 0))
+    head = torch.stack([length + count, outcome, num_drafts, committed, repaired], 1)
+    rows = torch.cat([head, torch.where(kept, emitted, -1)], 1)
+    results[: len(rows), : rows.shape[1]] = torch.where(live[:, None], rows, -1)
 
 
 advance = register(
-    "advance(Tensor slots, Tensor live, Tensor emitted, Tensor accepted, Tensor num_drafts, Tensor(a!) seq_len, "
-    "Tensor(b!) last_token, Tensor(c!) history, Tensor(d!) finished, Tensor(e!) steps, Tensor(f!) drafted_at, "
-    "Tensor(g!) accepted_at, Tensor stop_ids, Tensor limit) -> ()",
+    "advance(Tensor slots, Tensor live, Tensor emitted, Tensor accepted, Tensor num_drafts, Tensor repaired, "
+    "Tensor(a!) seq_len, Tensor(b!) last_token, Tensor(c!) history, Tensor(d!) finished, Tensor(e!) steps, "
+    "Tensor(f!) drafted_at, Tensor(g!) accepted_at, Tensor(h!) repaired_total, Tensor(i!) results, Tensor stop_ids, "
+    "Tensor limit) -> ()",
     reference=advance_reference,
     triton="stepgraph.kernels.advance_triton:advance_triton",
     fake=lambda *args: None,

@@ -7,13 +7,14 @@ from torch import Tensor
 from stepgraph.kernels.launch import LaunchSpec, launch
 
 
-@triton.jit(do_not_specialize=["num_stops", "history_stride"])
+@triton.jit(do_not_specialize=["num_stops", "history_stride", "results_stride"])
 def advance_kernel(
     slots_ptr,  # [B]
     live_ptr,  # [B] bool
     emitted_ptr,  # [B, QUERY_LEN]
     accepted_ptr,  # [B]
     num_drafts_ptr,  # [B]
+    repaired_ptr,  # [B]
     seq_len_ptr,  # [S], as everything below
     last_token_ptr,
     history_ptr,  # [S, max_len]
@@ -21,25 +22,33 @@ def advance_kernel(
     steps_ptr,
     drafted_at_ptr,  # [S, K_MAX]
     accepted_at_ptr,
+    repaired_total_ptr,
+    results_ptr,  # [R, results_stride]
     stop_ids_ptr,  # [S, num_stops]
     limit_ptr,
     num_stops,
     history_stride,
+    results_stride,
     QUERY_LEN: tl.constexpr,
     QUERY_PAD: tl.constexpr,
     K_MAX: tl.constexpr,
     K_PAD: tl.constexpr,
     STOP_PAD: tl.constexpr,
 ):
-    """A row that is not live writes nothing. Each live row has a slot of its own, so that no two programs meet."""
+    """A row that is not live writes its result only. Each live row has a slot of its own, so that no two programs meet."""
     row = tl.program_id(0).to(tl.int64)
+    result_ptr = results_ptr + row * results_stride
+    head = tl.arange(0, 8)  # RESULT_HEAD columns
+    column = tl.arange(0, QUERY_PAD)
+    if tl.load(live_ptr + row).to(tl.int32) == 0:
+        tl.store(result_ptr + head, tl.full([8], -1, tl.int64), mask=head < 5)
+        tl.store(result_ptr + 5 + column, tl.full([QUERY_PAD], -1, tl.int64), mask=column < QUERY_LEN)
     if tl.load(live_ptr + row).to(tl.int32) != 0:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         accepted = tl.load(accepted_ptr + row)
         length = tl.load(seq_len_ptr + slot)
         room = tl.load(limit_ptr + slot) - 1 - length
 
-        column = tl.arange(0, QUERY_PAD)
         emitted = tl.load(emitted_ptr + row * QUERY_LEN + column, mask=column < QUERY_LEN, other=-1)  # [QUERY_PAD]
         index = tl.arange(0, STOP_PAD)
         stop_ids = tl.load(stop_ids_ptr + slot * num_stops + index, mask=index < num_stops, other=-1)  # [STOP_PAD]
@@ -69,6 +78,14 @@ def advance_kernel(
         committed = tl.load(committed_ptr, mask=inside, other=0)  # [K_PAD]
         tl.store(committed_ptr, committed + (draft < tl.minimum(accepted, count)).to(committed.dtype), mask=inside)
 
+        repaired = tl.load(repaired_ptr + row)
+        tl.store(repaired_total_ptr + slot, tl.load(repaired_total_ptr + slot) + repaired)
+        kept_drafts = tl.minimum(accepted, count)
+        summary = tl.where(head == 0, length + count, tl.where(head == 1, outcome.to(tl.int64), num_drafts))
+        summary = tl.where(head == 3, kept_drafts, tl.where(head == 4, repaired, summary))
+        tl.store(result_ptr + head, summary, mask=head < 5)
+        tl.store(result_ptr + 5 + column, tl.where(kept, emitted, -1), mask=column < QUERY_LEN)
+
 
 def advance_triton(
     slots: Tensor,
@@ -76,6 +93,7 @@ def advance_triton(
     emitted: Tensor,
     accepted: Tensor,
     num_drafts: Tensor,
+    repaired: Tensor,
     seq_len: Tensor,
     last_token: Tensor,
     history: Tensor,
@@ -83,6 +101,8 @@ def advance_triton(
     steps: Tensor,
     drafted_at: Tensor,
     accepted_at: Tensor,
+    repaired_total: Tensor,
+    results: Tensor,
     stop_ids: Tensor,
     limit: Tensor,
 ) -> None:
@@ -95,6 +115,8 @@ def advance_triton(
         "steps": steps,
         "drafted_at": drafted_at,
         "accepted_at": accepted_at,
+        "repaired_total": repaired_total,
+        "results": results,
     }
     for name, tensor in written.items():
         if not tensor.is_contiguous():
@@ -105,6 +127,7 @@ def advance_triton(
         "emitted": emitted,
         "accepted": accepted,
         "num_drafts": num_drafts,
+        "repaired": repaired,
         "stop_ids": stop_ids,
         "limit": limit,
     }
@@ -119,6 +142,7 @@ def advance_triton(
                 **{f"{name}_ptr": tensor.contiguous() for name, tensor in read.items()},
                 "num_stops": stop_ids.shape[1],
                 "history_stride": history.shape[1],
+                "results_stride": results.shape[1],
             },
             constexprs={
                 "QUERY_LEN": query_len,

@@ -111,8 +111,9 @@ def step_launches(
         linear_triton(silu_mul_triton(gate_up), empty(shape.hidden, shape.intermediate), None)
         linear_triton(x, empty(shape.vocab, shape.hidden), None)
         ngram_propose_triton(history, lengths, lengths, max(query_len - 1, 1), 1, 3)
-        per_row, per_slot = [lengths, live, positions, lengths, lengths], [counts, counts, history, counts, counts]
-        advance_triton(*per_row, *per_slot, at_position, at_position, stop_ids, counts)
+        per_row, per_slot = [lengths, live, positions, lengths, lengths, lengths], [counts, counts, history, counts, counts]
+        results = empty(batch, 5 + k_max + 1, dtype=torch.int64)
+        advance_triton(*per_row, *per_slot, at_position, at_position, counts, results, stop_ids, counts)
         if query_len > k_max + 1:
             return specs  # a prefill chunk samples nothing
 

@@ -84,6 +84,7 @@ def uniform_decode_attention_triton(
     *,
     config: AttentionConfig | None = None,
     whole_rows: bool | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `uniform_decode_attention_reference`, with a row's bits independent of Q, batch and neighbours.
 
@@ -91,6 +92,7 @@ def uniform_decode_attention_triton(
         work: the batch's work list, when the caller has built it; `split` of `config` must be the default then.
         scratch: float32, at least `scratch_size` elements, when the caller keeps one.
         config: overrides the frozen table.
+        out: `[B, Q, H, D]` of q's dtype, contiguous, to write into instead of a new tensor.
         whole_rows: one program per row and query tile, without splits, list or scratch; same bits. Default for long queries.
 
     Raises:
@@ -114,7 +116,8 @@ def uniform_decode_attention_triton(
     if min(config.tile_kv, block_size) & (min(config.tile_kv, block_size) - 1) or config.split % config.tile_kv:
         raise ValueError(f"uniform_decode_attention: block size {block_size} is not a power of two")
 
-    q, out = dense(q), torch.empty_like(q, memory_format=torch.contiguous_format)
+    q = dense(q)
+    out = torch.empty_like(q) if out is None else out
     whole_rows = query_len > MAX_SPLIT_QUERY if whole_rows is None else whole_rows
     query_tiles = -(-query_len // (config.rows // group))
     table_tokens = table_width * block_size

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from stepgraph.kernels.advance import LENGTH, RUNNING, STOPPED, advance
+from stepgraph.kernels.advance import LENGTH, RESULT_HEAD, RUNNING, STOPPED, advance
 
-WRITTEN = ("seq_len", "last_token", "history", "finished", "steps", "drafted_at", "accepted_at")
+WRITTEN = ("seq_len", "last_token", "history", "finished", "steps", "drafted_at", "accepted_at", "repaired_total", "results")
 EOS = 99
 
 
@@ -26,6 +26,8 @@ def new_state(num_slots: int, max_len: int = 16, k_max: int = 5, stop_ids: int =
         "steps": numbers(100, rows),
         "drafted_at": numbers(300, rows, k_max),
         "accepted_at": numbers(600, rows, k_max),
+        "repaired_total": numbers(900, rows),
+        "results": numbers(3000, 8, RESULT_HEAD + k_max + 1),
         "stop_ids": torch.full((rows, stop_ids), -1),
         "limit": torch.full((rows,), max_len),
     }
@@ -41,6 +43,7 @@ def commit(state, slots, emitted, *, accepted=None, num_drafts=None, live=None) 
         torch.tensor([tokens + [-1] * (width - len(tokens)) for tokens in emitted]),
         torch.tensor(accepted),
         torch.tensor([width - 1] * len(slots) if num_drafts is None else num_drafts),
+        torch.tensor([slot + 1 for slot in slots]),
         *(state[name] for name in WRITTEN),
         state["stop_ids"],
         state["limit"],
@@ -49,8 +52,10 @@ def commit(state, slots, emitted, *, accepted=None, num_drafts=None, live=None) 
 
 def slow_commit(state, slots, emitted, *, accepted, num_drafts, live) -> None:
     """What `advance` means, token by token."""
-    for slot, tokens, a, drafts, is_live in zip(slots, emitted, accepted, num_drafts, live, strict=True):
+    width = max(len(tokens) for tokens in emitted)
+    for row, (slot, tokens, a, drafts, is_live) in enumerate(zip(slots, emitted, accepted, num_drafts, live, strict=True)):
         if not is_live:
+            state["results"][row, : RESULT_HEAD + width] = -1
             continue
         outcome, count = RUNNING, 0
         stops = [s for s in state["stop_ids"][slot].tolist() if s >= 0]
@@ -70,6 +75,9 @@ def slow_commit(state, slots, emitted, *, accepted, num_drafts, live) -> None:
         state["steps"][slot] += 1
         state["drafted_at"][slot, :drafts] += 1
         state["accepted_at"][slot, : min(a, count)] += 1
+        state["repaired_total"][slot] += slot + 1
+        result = [int(state["seq_len"][slot]), outcome, drafts, min(a, count), slot + 1, *tokens[:count]]
+        state["results"][row, : RESULT_HEAD + width] = torch.tensor(result + [-1] * (RESULT_HEAD + width - len(result)))
 
 
 def assert_same(state, expected) -> None:
@@ -250,8 +258,9 @@ def test_padding_rows_change_nothing(padding):
     state["stop_ids"][4, 0] = EOS
     state["limit"][4] = 3
     state["finished"][4] = STOPPED
-    before = copy.deepcopy(state)
     rows = len(padding)
+    before = copy.deepcopy(state)
+    before["results"][:rows, : RESULT_HEAD + 4] = -1  # all that the host learns is that there was nothing
     commit(state, padding, [[EOS, 10**9, -7, 2**62]] * rows, num_drafts=[3] * rows, live=[False] * rows)
     assert_same(state, before)
 
@@ -259,7 +268,7 @@ def test_padding_rows_change_nothing(padding):
 def test_padding_rows_do_not_disturb_live_ones():
     """Live rows between padding rows end like live rows alone; the null slot keeps its bytes."""
     alone, padded = new_state(4), new_state(4)
-    null_before = {name: padded[name][4].clone() for name in WRITTEN}
+    null_before = {name: padded[name][4].clone() for name in WRITTEN if name != "results"}
     commit(alone, [2, 0], [[11, 12, 13, 14], [21, -1, -1, -1]], accepted=[3, 0], num_drafts=[3, 2])
     commit(
         padded,
@@ -269,6 +278,8 @@ def test_padding_rows_do_not_disturb_live_ones():
         num_drafts=[3, 3, 3, 3, 2, 3],
         live=[False, True, False, False, True, False],
     )
+    assert torch.equal(padded["results"][[1, 4], : RESULT_HEAD + 4], alone["results"][:2, : RESULT_HEAD + 4])
+    del padded["results"], alone["results"]
     assert_same(padded, alone)
     for name, value in null_before.items():
         assert torch.equal(padded[name][4], value), name

@@ -73,8 +73,10 @@ def logprobs(k):
 def advance(k):
     return (
         torch.tensor([1, 0, SLOTS]), torch.tensor([True, True, False]), ints(BATCH, k + 1), torch.full((BATCH,), k),
-        torch.full((BATCH,), k), ints(SLOTS + 1), ints(SLOTS + 1), ints(SLOTS + 1, MAX_LEN), torch.zeros_like(ints(SLOTS + 1)),
-        ints(SLOTS + 1), ints(SLOTS + 1, 4), ints(SLOTS + 1, 4), ints(SLOTS + 1, 2, high=9), torch.full((SLOTS + 1,), MAX_LEN),
+        torch.full((BATCH,), k), ints(BATCH), ints(SLOTS + 1), ints(SLOTS + 1), ints(SLOTS + 1, MAX_LEN),
+        torch.zeros_like(ints(SLOTS + 1)),
+        ints(SLOTS + 1), ints(SLOTS + 1, 4), ints(SLOTS + 1, 4), ints(SLOTS + 1), ints(SLOTS, 10),
+        ints(SLOTS + 1, 2, high=9), torch.full((SLOTS + 1,), MAX_LEN),
     )  # fmt: skip
 
 
@@ -146,8 +148,10 @@ def test_only_named_arguments_are_written(name):
         "uniform_decode_attention": {"scratch"},
         "transform_logits": {"logits"},
         "record_logprobs": {"logprobs"},
-        "advance": {"seq_len", "last_token", "history", "finished", "steps", "drafted_at", "accepted_at"},
-    }.get(name, set())
+        "advance": {
+            "seq_len", "last_token", "history", "finished", "steps", "drafted_at", "accepted_at", "repaired_total", "results",
+        },
+    }.get(name, set())  # fmt: skip
     for arguments in SAMPLES[name](3):
         before = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
         op(name)(*arguments)

@@ -52,10 +52,12 @@ def test_advance(query_len, seed):
         ints(num_slots + 1),
         ints(num_slots + 1, k_max),
         ints(num_slots + 1, k_max),
+        ints(num_slots + 1),
+        ints(num_slots, 5 + k_max + 1),
     ]
     stop_ids = torch.where(ints(num_slots + 1, 3, high=2) > 0, ints(num_slots + 1, 3, high=6), -1)
     limit = ints(num_slots + 1, low=2, high=max_len + 1, seed=seed + 3)
-    inputs = (slots, live, emitted, accepted, accepted)
+    inputs = (slots, live, emitted, accepted, accepted, ints(batch, seed=seed + 4))
     expected, actual = [t.clone() for t in state], [t.clone() for t in state]
     advance_reference(*inputs, *expected, stop_ids, limit)
     advance_triton(*inputs, *actual, stop_ids, limit)

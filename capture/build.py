@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from stepgraph.capture.engine import Engine
+from stepgraph.capture.engine import MAX_LAG, Engine
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.policies import KPolicy, make_policy
@@ -45,6 +45,7 @@ class EngineOptions:
         seed: request i without a seed of its own gets `seed + i`.
         verify: "standard" or "block" verification, for requests that do not say; both are lossless.
         synthetic_rates: see `Engine`; not lossless, for timing only.
+        lag: steps in flight when the next one is launched; see `Engine`.
         invariant_linear: matrix products whose row bits do not depend on the number of rows; slower.
     """
 
@@ -65,6 +66,7 @@ class EngineOptions:
     verify: str = "standard"
     synthetic_rates: tuple[float, ...] | None = None
     invariant_linear: bool = False
+    lag: int | None = None
 
     def __post_init__(self):
         require_int("max_batch", self.max_batch, 1, 4096)
@@ -72,6 +74,8 @@ class EngineOptions:
         require_int("prefill_chunk", self.prefill_chunk, 1)
         require_int("kv_memory_bytes", self.kv_memory_bytes, 1)
         require_int("seed", self.seed, 0, 2**62)
+        if self.lag is not None:
+            require_int("lag", self.lag, 0, MAX_LAG)
         if self.max_len is not None:
             require_int("max_len", self.max_len, 2)
         DrafterSpec.parse(self.drafter)
@@ -150,6 +154,7 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
         seed=options.seed,
         verify=options.verify,
         synthetic_rates=options.synthetic_rates,
+        lag=options.lag,
     )
     return BuiltEngine(engine, loaded.name, loaded.load_s)
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stepgraph.capture import guards
+
 aten = torch.ops.aten
 
 HOST_READS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero}
@@ -85,8 +87,7 @@ def _held_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _caller() -> str:
-    """File and line of the innermost code that is neither PyTorch's nor this file's."""
-    torch_folder = str(Path(torch.__file__).parent)
-    frames = traceback.extract_stack()
-    ours = [frame for frame in frames if not frame.filename.startswith((torch_folder, __file__, "<"))]
+    """File and line of the innermost code that is neither PyTorch's nor the tracing's own."""
+    skipped = (str(Path(torch.__file__).parent), __file__, guards.__file__, "<")
+    ours = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(skipped)]
     return f"{Path(ours[-1].filename).name}:{ours[-1].lineno} ({(ours[-1].line or '').strip()})"

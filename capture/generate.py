@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -46,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default=defaults.dtype)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
+    parser.add_argument("--lag", type=int, help="steps in flight when the next is launched: 0 or 1 (default 1 on CUDA, else 0)")
+    parser.add_argument("--log-steps", metavar="FILE.jsonl", help="write a JSON line per step: key, k, accepted, padding, lag")
     parser.add_argument("--strict", action="store_true", help="a step without a graph is an error")
     template = parser.add_mutually_exclusive_group()
     template.add_argument("--chat", dest="chat", action="store_true", default=None, help="use the model's chat template")
@@ -59,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     if not texts:
         raise ValueError("no prompt was given; give texts or --prompts FILE.jsonl")
     if args.json not in (None, "-"):
-        _require_writable(args.json)
+        _require_writable("--json", args.json)
+    if args.log_steps is not None:
+        _require_writable("--log-steps", args.log_steps)
     params = SamplingParams(
         args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.min_p,
         stop_ids=tuple(args.stop_id), ignore_eos=args.ignore_eos, stop=tuple(args.stop), min_tokens=args.min_tokens,
@@ -69,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     options = EngineOptions(
         model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, max_batch=args.max_batch,
         max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
-        verify=args.verify,
+        verify=args.verify, lag=args.lag,
     )  # fmt: skip
 
     # Buckets that no prompt can fill would only be captured.
@@ -81,7 +86,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"{name} loaded in {load_s:.1f} s", file=sys.stderr)
     prompts = [encode_prompt(text, engine.tokenizer, args.chat) for text in texts]
     engine.graphs.capture(lambda keys: progress(keys, "capturing", "graph"))
-    outputs = _generate(engine, texts, prompts, params, out)
+    with open(args.log_steps or os.devnull, "w", encoding="utf-8") as log:
+        if args.log_steps is not None:
+            engine.on_step = lambda record: print(json.dumps(asdict(record)), file=log)
+        outputs = _generate(engine, texts, prompts, params, out)
     stats = engine.report()
     if args.json:
         document = {
@@ -147,7 +155,7 @@ def _logit_bias(entries: list[str]) -> dict[int, float]:
     return bias
 
 
-def _require_writable(path: str) -> None:
+def _require_writable(option: str, path: str) -> None:
     """Find out before the work whether its result can be kept."""
     target = Path(path)
     existed = target.exists()
@@ -155,6 +163,6 @@ def _require_writable(path: str) -> None:
         with target.open("a"):
             pass
     except OSError as error:
-        raise ValueError(f"--json is {path!r}, which cannot be written: {error.strerror}") from None
+        raise ValueError(f"{option} is {path!r}, which cannot be written: {error.strerror}") from None
     if not existed:
         target.unlink()

@@ -12,8 +12,10 @@ from stepgraph.capture.backends import Captured, capture_key, warm_up_key
 from stepgraph.capture.cuda import frozen_garbage, padding_only
 from stepgraph.capture.keys import GraphKey, KeySet
 from stepgraph.capture.modes import Mode
+from stepgraph.capture.phases import named_range
 from stepgraph.capture.schedule import require_int
 from stepgraph.capture.step import SpeculativeStep
+from stepgraph.capture.trace import step_tensors
 
 
 class CaptureError(RuntimeError):
@@ -32,7 +34,7 @@ class StepGraphs:
     reason.
 
     A graph holds its tensors, not their names: weights changed in place are seen by the next replay, weights that were
-    replaced or moved are not until `destroy` and a new capture.
+    replaced or moved only after the next `capture`, which then captures everything again.
 
     Args:
         step: the step; its state's `slots` are the only input that changes between replays.
@@ -61,6 +63,7 @@ class StepGraphs:
         self.hits, self.misses = 0, 0
         self.replays: Counter[GraphKey] = Counter()
         self.captures: dict[GraphKey, Captured] = {}
+        self._addresses: dict[str, int] = {}
         self.eager_reason: str | None = None
         self._failed: dict[GraphKey, str] = {}
         self._warned: set[str] = set()
@@ -69,11 +72,14 @@ class StepGraphs:
 
     def capture(self, progress: Callable[[Iterable[GraphKey]], Iterable[GraphKey]] = iter) -> None:
         """Capture every key that has no graph yet, largest first (later ones then fit into its memory); changes no state.
+        When a tensor of the step has moved since the last capture, all graphs are dropped first.
 
         A key that is not captured here is captured at its first use. `progress` may wrap the keys in a bar.
         """
         if self.mode is Mode.EAGER:
             return
+        if self.captures and self._addresses != self._current_addresses():
+            self.destroy()
         pending = [key for key in self.keys if key not in self.captures and key not in self._failed]
         if pending:
             self._warm_up(pending)
@@ -110,7 +116,7 @@ class StepGraphs:
             return None
         self.hits += 1
         self.replays[key] += 1
-        with torch.no_grad():
+        with torch.no_grad(), named_range(f"replay {key.batch}x{key.k}"):
             self.captures[key].graph.replay()
         return key
 
@@ -143,6 +149,9 @@ class StepGraphs:
             for key, captured in sorted(self.captures.items())
         ]
 
+    def _current_addresses(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in step_tensors(self.step).items()}
+
     def _why_eager(self, batch: int, k: int, key: GraphKey | None) -> str | None:
         """Have a graph for the key; otherwise the reason, counted and said once. EAGER mode is a reason, and not a miss."""
         if self.mode is Mode.EAGER:
@@ -166,6 +175,8 @@ class StepGraphs:
 
     def _warm_up(self, keys: Iterable[GraphKey]) -> None:
         """All keys before the first capture: lazy initialisation may free or allocate what a captured graph knows."""
+        if not self.captures:
+            self._addresses = self._current_addresses()
         if self._pool is not None:
             with padding_only(self.step.state):
                 for key in keys:

@@ -2,10 +2,9 @@
 
 from collections import deque
 
-import torch
-
 from stepgraph.capture.request import Request, SamplingParams
 from stepgraph.capture.state import MAX_STOP_IDS, DecodeState
+from stepgraph.capture.transfer import upload
 from stepgraph.model.kv_cache import BlockAllocator
 
 
@@ -56,7 +55,7 @@ class Scheduler:
         start = len(request.blocks)
         request.blocks += fresh
         request.reserved -= missing
-        self.state.block_table[request.slot, start : start + missing] = torch.tensor(fresh)
+        upload(self.state.block_table[request.slot, start : start + missing], fresh)
 
     def release(self, request: Request) -> None:
         """Take a request out, wherever it is, and return what it holds."""
@@ -71,12 +70,12 @@ class Scheduler:
 
     def _write_slot(self, request: Request) -> None:
         state, slot, params, prompt = self.state, request.slot, request.params, request.prompt_ids
-        state.history[slot, : len(prompt)] = torch.tensor(prompt)
+        upload(state.history[slot, : len(prompt)], prompt)
         state.last_token[slot] = prompt[-1]
         state.seq_len[slot] = len(prompt) - 1
         state.limit[slot] = request.limit
         state.draft_limit[slot] = state.k_max if params.draft_limit is None else min(params.draft_limit, state.k_max)
-        state.stop_ids[slot] = torch.tensor(request.stop_ids + [-1] * (MAX_STOP_IDS - len(request.stop_ids)))
+        upload(state.stop_ids[slot], request.stop_ids + [-1] * (MAX_STOP_IDS - len(request.stop_ids)))
         state.temperature[slot] = params.temperature
         state.top_k[slot] = params.top_k
         state.top_p[slot] = params.top_p
@@ -84,7 +83,7 @@ class Scheduler:
         state.seed[slot] = request.seed
         state.verify[slot] = int(request.verify)
         if request.rates:
-            state.rates[slot, : len(request.rates)] = torch.tensor(request.rates)
+            upload(state.rates[slot, : len(request.rates)], request.rates)
         state.wants_logprobs[slot] = params.logprobs
         state.prompt_len[slot] = len(prompt)
         if params.transforms_logits:
@@ -99,5 +98,5 @@ class Scheduler:
         state.presence[slot] = params.presence_penalty
         if params.logit_bias:
             count = len(params.logit_bias)
-            state.bias_ids[slot, :count] = torch.tensor(list(params.logit_bias))
-            state.bias_values[slot, :count] = torch.tensor([float(value) for value in params.logit_bias.values()])
+            upload(state.bias_ids[slot, :count], list(params.logit_bias))
+            upload(state.bias_values[slot, :count], [float(value) for value in params.logit_bias.values()])

@@ -5,6 +5,7 @@ from torch import nn
 
 from stepgraph.capture.phases import phase
 from stepgraph.capture.state import DecodeState
+from stepgraph.capture.transfer import integers
 from stepgraph.kernels.advance import advance
 from stepgraph.kernels.logprobs import record_logprobs
 from stepgraph.kernels.rejection import rejection_sample
@@ -84,11 +85,10 @@ class SpeculativeStep(nn.Module):
     def prefill(self, slot: int, tokens: list[int], start: int) -> None:
         """Run a chunk of a prompt, `tokens` at positions `start ..`, through target and drafter. Not captured."""
         device = self.state.slots.device
-        block_table = self.state.block_table[slot][None]
-        first = torch.tensor([start], device=device)
+        first, stop = integers([[start], [start + len(tokens)]], device)
         live = torch.ones(1, dtype=torch.bool, device=device)
-        rows = query_rows(first, len(tokens), block_table, self.kv.block_size, live, first + len(tokens))
-        chunk = torch.tensor([tokens], device=device)
+        rows = query_rows(first, len(tokens), self.state.block_table[slot][None], self.kv.block_size, live, stop)
+        chunk = integers([tokens], device)
         hidden = self.target.hidden(chunk, rows, self.kv)
         if self.drafter is not None:
             self.drafter.prefill(chunk, rows, hidden)

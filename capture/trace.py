@@ -12,11 +12,10 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
-from torch.profiler import record_function
 
 from stepgraph.capture.contract import CaptureContract, keeps_no_tensor
-from stepgraph.capture.indexing import GuardFreeIndexing
-from stepgraph.capture.phases import phase_of
+from stepgraph.capture.guards import GuardFree
+from stepgraph.capture.phases import named_range, phase_of
 from stepgraph.capture.step import SpeculativeStep
 
 
@@ -67,7 +66,7 @@ def trace_step(step: SpeculativeStep, batch: int, k: int, device: str | None = N
     lives_on = torch.device(device) if device is not None else step.state.slots.device
 
     def whole_step(*inputs: Tensor) -> None:
-        with GuardFreeIndexing(), CaptureContract(lives_on):
+        with GuardFree(), CaptureContract(lives_on):
             functional_call(step, dict(zip(names, inputs, strict=True)), (batch, k))
 
     # A FakeTensorMode of our own, without a shape environment: there a host read has no value to give, and raises.
@@ -91,5 +90,5 @@ class _PhaseInterpreter(Interpreter):
         if node.op == "call_function" and phase_of(node) != self.phase:
             self.open.close()
             self.phase = phase_of(node)
-            self.open.enter_context(record_function(f"stepgraph.{self.phase}"))
+            self.open.enter_context(named_range(self.phase))
         return super().run_node(node)

@@ -16,6 +16,11 @@ def upload(target: Tensor, values: Sequence) -> None:
     target.copy_(source, non_blocking=True)
 
 
+def integers(values: Sequence, device: torch.device) -> Tensor:
+    """Host integers as an int64 tensor of the device, without waiting for it."""
+    return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 class Download:
     """A copy of a tensor as it is now in stream order; `wait` gives it to the host as soon as the device has got there."""
 

@@ -87,3 +87,15 @@ def stats_table(stats: dict, out: TextIO) -> None:
     if stats["repaired_rows"]:
         table.add_row("non-finite logits", f"{stats['repaired_rows']} rows")
     Console(file=out, width=max(80, Console(file=out).width)).print(table)
+
+
+def graphs_table(rows: list[dict], out: TextIO) -> None:
+    """Print `StepGraphs.rows`: what each captured graph took, holds, and how often it ran."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("batch", "k", "nodes", "MiB", "capture s", "replays"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        nodes = "–" if row["nodes"] is None else str(row["nodes"])
+        mebibytes, capture_s = shown(row["bytes"] / 2**20, 1), shown(row["capture_s"])
+        table.add_row(str(row["batch"]), str(row["k"]), nodes, mebibytes, capture_s, str(row["replays"]))
+    Console(file=out, width=max(80, Console(file=out).width)).print(table)

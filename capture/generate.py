@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
-from stepgraph.capture.console import INTERRUPTED, OrderedStream, progress, stats_table
+from stepgraph.capture.console import INTERRUPTED, OrderedStream, graphs_table, progress, stats_table
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.prompts import encode_prompt, read_prompts
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
     parser.add_argument("--lag", type=int, help="steps in flight when the next is launched: 0 or 1 (default 1 on CUDA, else 0)")
     parser.add_argument("--log-steps", metavar="FILE.jsonl", help="write a JSON line per step: key, k, accepted, padding, lag")
+    parser.add_argument("--graphs", action="store_true", help="end with a table of the captured graphs")
     parser.add_argument("--strict", action="store_true", help="a step without a graph is an error")
     template = parser.add_mutually_exclusive_group()
     template.add_argument("--chat", dest="chat", action="store_true", default=None, help="use the model's chat template")
@@ -115,6 +116,9 @@ def run(args: argparse.Namespace) -> int:
             Path(args.json).write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
     print(file=out)
     stats_table(stats, out)
+    if args.graphs:
+        print(file=out)
+        graphs_table(engine.graphs.rows(), out)
     if args.json == "-":
         print(json.dumps(document))
     return INTERRUPTED if engine.interrupted else 0

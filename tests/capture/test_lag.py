@@ -121,9 +121,11 @@ def test_bad_lag(lag):
 def test_command_line_log(tmp_path, capsys):
     log = tmp_path / "steps.jsonl"
     tiny = ["generate", "1,2,3", "--model", "random:tiny-llama", "--max-len", "64", "--mode", "PIECEWISE"]
-    assert main([*tiny, "--max-new-tokens", "5", "--lag", "1", "--log-steps", str(log), "--json", "-"]) == 0
+    assert main([*tiny, "--max-new-tokens", "5", "--lag", "1", "--log-steps", str(log), "--json", "-", "--graphs"]) == 0
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr()
+    document = json.loads(printed.out.splitlines()[-1])
+    assert "capture s" in printed.err
     assert len(records) == document["stats"]["steps"]
     assert set(records[0]) == {
         "step", "batch", "k_asked", "k_run", "key", "reason", "padding", "drafted", "accepted", "lag",

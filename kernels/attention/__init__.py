@@ -4,8 +4,12 @@ from stepgraph.kernels.attention.cpu import uniform_decode_attention_cpu
 from stepgraph.kernels.attention.reference import uniform_decode_attention_reference
 from stepgraph.kernels.attention.work import build_attention_work
 from stepgraph.kernels.registry import register
+from stepgraph.kernels.support import CaptureSupport
+
+CAPTURE_SUPPORT = CaptureSupport.UNIFORM_BATCH
 
 __all__ = [
+    "CAPTURE_SUPPORT",
     "build_attention_work",
     "uniform_decode_attention",
     "uniform_decode_attention_cpu",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from stepgraph.kernels.philox import Stream
 from stepgraph.kernels.sampling import draw, token_law
+from stepgraph.kernels.support import CaptureSupport
 from stepgraph.model.rows import QueryRows, query_rows
 
 
@@ -68,10 +69,12 @@ class Drafter(nn.Module):
     Attributes:
         name: as given on the command line.
         max_positions: largest position + 1 at which it can draft, None for no limit of its own.
+        capture_support: what its part of the step can be captured for.
     """
 
     name: str
     max_positions: int | None = None
+    capture_support: CaptureSupport = CaptureSupport.UNIFORM_BATCH
 
     def propose(self, rows: StepRows, k: int) -> Proposal:
         """k ≥ 1 proposals for positions `seq_len + 1 ..` of each row; columns from `num_drafts` on may hold anything."""

@@ -68,6 +68,16 @@ def split_range(seq_lens: Tensor, query_len: int, window: int, table_tokens: int
     return first, ((stop + split - 1) // split - first).clamp(min=0)
 
 
+def build_attention_work_cpu(seq_lens: Tensor, query_len: int, window: int, table_tokens: int, pool_tokens: int) -> Tensor:
+    """A list that places no row: attention on the CPU reads lengths on the host and no list. A kernel that is given this one
+    answers with NaN, as for any row without entries.
+    """
+    batch = seq_lens.shape[0]
+    work = seq_lens.new_zeros(work_size(batch, work_capacity(batch, table_tokens, pool_tokens)), dtype=torch.int32)
+    work[HEADER : HEADER + batch] = -1
+    return work
+
+
 def _fake(seq_lens, query_len, window, table_tokens, pool_tokens):
     batch = seq_lens.shape[0]
     return seq_lens.new_empty(work_size(batch, work_capacity(batch, table_tokens, pool_tokens)), dtype=torch.int32)
@@ -76,6 +86,7 @@ def _fake(seq_lens, query_len, window, table_tokens, pool_tokens):
 build_attention_work = register(
     "build_attention_work(Tensor seq_lens, int query_len, int window, int table_tokens, int pool_tokens) -> Tensor",
     reference=build_attention_work_reference,
+    cpu=build_attention_work_cpu,
     triton="stepgraph.kernels.attention.work_triton:build_attention_work_triton",
     fake=_fake,
 )

@@ -1,5 +1,7 @@
 """FULL, THREE_GRAPH, PIECEWISE and EAGER are the same step, cut at other places."""
 
+from collections import Counter
+
 import pytest
 import torch
 from worlds import place, snapshot, text, tiny_model, tiny_step
@@ -68,6 +70,16 @@ def test_phases_come_in_order_and_every_node_has_one():
     order = [PHASES.index(phase_of(node)) for node in traced.nodes]
     assert order == sorted(order)
     assert {PHASES[i] for i in order} == {"draft", "verify", "accept", "advance"}
+
+
+def test_at_k_0_drafters_without_state_are_no_part_of_the_step():
+    def ops(drafter):
+        return [str(node.target) for node in trace_step(tiny_step(drafter, draft_seed=1), 2, 0).nodes]
+
+    assert ops("ngram") == ops("early-exit:1") == ops("none")
+    # The draft model only limits the drafts by its own number of positions.
+    extra = Counter(ops("draft-model:tiny")) - Counter(ops("none"))
+    assert set(extra) == {"aten.rsub.Scalar", "aten.minimum.default"}
 
 
 @pytest.mark.parametrize("mode", GRAPHED)

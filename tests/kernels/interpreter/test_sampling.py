@@ -76,8 +76,9 @@ def test_token_law_of_non_finite_rows():
         assert (row_law(logits, *plain).repair != 0).tolist() == [True, True, False, True, True, False]
 
 
-def test_token_law_at_the_widest_vocabulary():
-    logits = torch.randn(1, 262_144, generator=generator(3)).to(torch.float16)  # thousands of ties
+def test_token_law_over_a_wide_vocabulary():
+    """More tiles than any other test, thousands of ties; wider ones only repeat the loop (the reference has one of 262,144)."""
+    logits = torch.randn(1, 66_000, generator=generator(3)).to(torch.float16)
     assert_laws(logits, torch.tensor([0.9]), torch.tensor([50]), torch.ones(1), torch.zeros(1))
 
 
@@ -117,7 +118,8 @@ def test_rejection(k, vocab, kind):
     rates = torch.tensor([0.9, 0.7, 0.5]).expand(batch, 3)
     args = (logits, drafts, None if kind == "one-hot" else law, *parameters(batch), rows * 2**33 + 1, rows + 3)
     options = (rows % 3, rates, one_hot, d2t)
-    for extra in (options, (None, None, *options[2:])):
+    # Without methods every row is standard: the same kernels with less to do, so one kind of draft is enough.
+    for extra in (options, *([(None, None, *options[2:])] if kind == "sampled" else [])):
         with guarded_allocations():
             actual = rejection_sample_triton(*args, *extra)
         for got, expected in zip(actual, rejection_sample_reference(*args, *extra), strict=True):

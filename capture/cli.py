@@ -23,12 +23,14 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 def build_parser() -> argparse.ArgumentParser:
     # Imported here, under `guarded`: loading torch takes seconds, and an interrupt may fall into them.
     from stepgraph.capture import generate
+    from stepgraph.capture.plan import command as plan
 
     parser = Parser(prog="stepgraph", description="Whole speculative-decoding steps, one graph for each (batch, k).")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    command = commands.add_parser("generate", help="generate text", description=generate.__doc__)
-    generate.add_arguments(command)
-    command.set_defaults(run=generate.run)
+    for name, what, module in (("generate", "generate text", generate), ("plan", "predict steps on a GPU", plan)):
+        command = commands.add_parser(name, help=what, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     compile_gate = commands.add_parser("compile", help="compile every kernel for GPUs that need not be here", add_help=False)
     compile_gate.set_defaults(run=None)
     return parser

@@ -10,11 +10,12 @@ import torch
 
 from stepgraph.model.checkpoint.embedded import EMBEDDED_MODELS, embedded_path
 from stepgraph.model.checkpoint.errors import CheckpointError
+from stepgraph.model.config import ModelConfig
 from stepgraph.model.presets import PRESETS, preset
 from stepgraph.model.tokenizer import Tokenizer
 from stepgraph.model.transformer import Transformer
 
-__all__ = ["CheckpointError", "LoadedModel", "load_model"]
+__all__ = ["CheckpointError", "LoadedModel", "load_config", "load_model"]
 
 RANDOM_PREFIX = "random:"
 HUB_REPOSITORY = re.compile(r"[A-Za-z0-9_-][\w.-]*/[\w.-]+")
@@ -63,6 +64,29 @@ def load_model(
     options = dict(dtype=dtype, device=device, max_positions=max_positions, invariant_linear=invariant_linear)
     model, tokenizer, name = _resolve(name, options, random_weights_seed)
     return LoadedModel(model.eval(), tokenizer, name, time.perf_counter() - start)
+
+
+def load_config(name_or_path: str | Path) -> ModelConfig:
+    """The shapes of a model without its weights, from a preset's name (with or without `random:`), a Hugging Face directory,
+    or a `.gguf` file.
+    """
+    name = str(name_or_path)
+    path = Path(name).expanduser()
+    if name.removeprefix(RANDOM_PREFIX) in PRESETS:
+        return preset(name.removeprefix(RANDOM_PREFIX))
+    if name and path.is_dir():
+        from stepgraph.model.checkpoint.config import config_from_hf
+        from stepgraph.model.checkpoint.hf import read_json
+
+        return config_from_hf(read_json(path / "config.json"))
+    if path.suffix == ".gguf":
+        from stepgraph.model.checkpoint.gguf import config_from_gguf
+        from stepgraph.model.checkpoint.gguf_file import GGUFFile
+
+        return config_from_gguf(GGUFFile(path))
+    raise ValueError(
+        f"{name!r} has no shapes here; known are the presets {', '.join(PRESETS)}, a Hugging Face directory and a .gguf file"
+    )
 
 
 def _resolve(name: str, options: dict[str, Any], seed: int) -> tuple[Transformer, Tokenizer | None, str]:

@@ -152,7 +152,11 @@ def test_table_policy_follows_the_requests_that_still_run():
     assert list(dict.fromkeys(ran)) == [0, 1, 3]
 
 
-@pytest.mark.parametrize("policy", [acceptance_policy, lambda: DeviceTablePolicy(Schedule.parse([[1, 2, 3], [3, 4, 0]]), 4)])
+def table_policy() -> DeviceTablePolicy:
+    return DeviceTablePolicy(Schedule.parse([[1, 2, 3], [3, 4, 0]]), 4)
+
+
+@pytest.mark.parametrize("policy", [acceptance_policy, lambda: acceptance_policy(start=0.0), table_policy])
 def test_capture_and_padding_change_nothing_of_the_policy(policy):
     step = SwitchStep(tiny_step("ngram"), policy())
     before = {name: buffer.clone() for name, buffer in step.policy.named_buffers()}
@@ -169,7 +173,7 @@ def test_capture_and_padding_change_nothing_of_the_policy(policy):
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-@pytest.mark.parametrize("policy", [acceptance_policy, lambda: DeviceTablePolicy(Schedule.parse([[1, 2, 3], [3, 4, 0]]), 4)])
+@pytest.mark.parametrize("policy", [acceptance_policy, table_policy])
 def test_policy_is_in_the_traced_step_and_keeps_the_capture_contract(policy, k):
     """On fake CUDA tensors: no host read, no dynamic shape, nothing from the host."""
     step = tiny_step("draft-model:tiny")

@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 def print_plan(plan: Plan, out: TextIO, measured: list[dict]) -> None:
     """The plan as tables: keys, rung sets, kernels, assumptions."""
-    console = Console(file=out, width=max(120, Console(file=out).width))
+    console = Console(file=out, width=max(150, Console(file=out).width))
     by_key = {(row["batch"], row["k"]): row for row in measured}
     keys = Table(box=None, pad_edge=False, title="predicted, µs a step" + (" (measured)" if measured else ""))
     for name in ("batch", "k", "launches", "MiB", "GFLOP", "roofline", *PHASES, *(m.lower() for m in MODE_KEYS), "TPOT"):

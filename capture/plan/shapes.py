@@ -36,6 +36,8 @@ class StepShapes:
         self.block_size, self.dtype = block_size, dtype
         self.layers = {"target": self.config.num_layers}
         if self.spec.kind == "early-exit":
+            if not 1 <= self.spec.num_layers <= self.config.num_layers:
+                raise ValueError(f"drafter is {drafter!r}; {model} has {self.config.num_layers} layers, so 1 to that many")
             self.layers["early-exit"] = self.spec.num_layers
         if self.draft_config is not None:
             self.layers["draft-model"] = self.draft_config.num_layers

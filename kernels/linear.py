@@ -15,9 +15,24 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: 
     """`x [..., K]`, `weight [N, K]`, `bias [N]` or None -> `[..., N]` in x's dtype."""
     if not invariant:
         return torch.nn.functional.linear(x, weight, bias)
+    if x.numel() == 0:
+        return torch.nn.functional.linear(x, weight, bias)
     rows = x.reshape(-1, 1, x.shape[-1])
     # Each row is copied out first: an unaligned row could take another path through the BLAS than an aligned one.
     out = torch.cat([torch.nn.functional.linear(row.clone(), weight, bias) for row in rows])
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+    """Same contract. A few float32 rows go through the BLAS with the weight as its left operand, the way it is stored: on two
+    cores that takes 0.4 of the time at 2 to 4 rows and 0.9 at 256.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if invariant or x.dtype != torch.float32 or len(rows) < 2:
+        return linear_reference(x, weight, bias, invariant)
+    out = (weight @ rows.t()).t().contiguous()
+    if bias is not None:
+        out += bias
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -35,6 +50,7 @@ def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool)
 linear = register(
     "linear(Tensor x, Tensor weight, Tensor? bias, bool invariant) -> Tensor",
     reference=linear_reference,
+    cpu=linear_cpu,
     cuda=linear_cuda,
     triton="stepgraph.kernels.linear_triton:linear_triton",
     fake=lambda x, weight, bias, invariant: x.new_empty((*x.shape[:-1], weight.shape[0])),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepgraph.kernels.activation import silu_mul
-from stepgraph.kernels.linear import linear
+from stepgraph.kernels.linear import linear, linear_reference
 from stepgraph.kernels.norm import add_rms_norm, rms_norm
 from stepgraph.kernels.rope_kv import rope_kv_write
 
@@ -293,3 +293,15 @@ def test_rope_rows_have_the_bits_of_a_row_alone(dtype, norms):
             slot = inputs["kv_slots"][row, i]
             for name in whole:
                 assert torch.equal(alone[name].view(-1, 2, 10)[slot], whole[name].view(-1, 2, 10)[slot])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 33])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_linear_on_the_cpu_is_the_reference_up_to_rounding(rows, invariant):
+    g = torch.Generator().manual_seed(rows)
+    x, weight, bias = torch.randn(rows, 48, generator=g), torch.randn(40, 48, generator=g), torch.randn(40, generator=g)
+    for b in (None, bias):
+        out = linear(x, weight, b, invariant)
+        assert out.is_contiguous()
+        assert out.shape == (rows, 40)
+        torch.testing.assert_close(out, linear_reference(x, weight, b, invariant), rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from stepgraph.kernels.activation import silu_mul
 from stepgraph.kernels.attention import build_attention_work, uniform_decode_attention
+from stepgraph.kernels.attention.work import build_attention_work_reference
 from stepgraph.kernels.linear import linear
 from stepgraph.kernels.norm import add_rms_norm, rms_norm
 from stepgraph.kernels.registry import use_triton_on_cpu
@@ -82,7 +83,7 @@ def op_samples():
     qkv, positions = torch.randn(2, 3, 8 * 16), torch.arange(6).view(2, 3)
     write = (qkv, positions, torch.randn(9, 16), positions + 16, case.k_cache, case.v_cache, None, None, 4, 1e-6)
     tokens, pool = case.block_table.shape[1] * 16, case.k_cache.shape[0] * 16
-    work = build_attention_work(case.seq_lens, 2, 0, tokens, pool)
+    work = build_attention_work_reference(case.seq_lens, 2, 0, tokens, pool)  # the CPU's own names no row
     return {
         "rms_norm": (rms_norm, (x, weight, 1e-6)),
         "add_rms_norm": (add_rms_norm, (x, x.clone(), weight, 1e-6)),

@@ -23,7 +23,7 @@ export PYTHONSAFEPATH := 1
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton-floor gate lint setup clean venv base extra
+.PHONY: help demo test test-triton-floor gate lossless lint setup clean venv base extra
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ demo: base ## generate text with the embedded model, speculative and plain side 
 test: lint ## lint, then run every test
 	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=300 tests notebooks
 	@$(INTERPRET) $(PY) -m pytest -n $(WORKERS) tests/kernels/interpreter
+
+lossless: extra ## compare greedy text of the embedded model with transformers at full length: 6 prompts, 48 tokens
+	@OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest --whole tests/capture/test_embedded_lossless.py
 
 gate: extra ## compile every kernel that the model shapes launch, for GPUs that need not be here
 	@$(PY) -m stepgraph.kernels.compile --json build/compile-gate.json

@@ -11,6 +11,10 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--whole", action="store_true", help="comparisons at full length, as `make lossless` runs them")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -145,7 +145,7 @@ def test_v1_falls_to_piecewise_where_k_may_change():
 
 def test_v1_leaves_large_batches_to_a_slower_path():
     """At a fixed k = 5 and max batch 256, the largest size below 1,024 tokens is 1,008: 168 whole requests, so batches 169 to
-    256 have no full graph. (A published count of 86 corresponds to 170 requests, the most whole ones in 1,024 tokens.)
+    256 have no full graph. (The published 86 are of a later runner: tests/capture/test_published_engine.py.)
     """
     schedule = Schedule.fixed(5)
     resolved = resolve("FULL_AND_PIECEWISE", schedule=schedule, k_max=5, max_batch=256, runner="v1")

@@ -110,7 +110,8 @@ def step_launches(
         gate_up = linear_triton(x, empty(2 * shape.intermediate, shape.hidden), None)
         linear_triton(silu_mul_triton(gate_up), empty(shape.hidden, shape.intermediate), None)
         linear_triton(x, empty(shape.vocab, shape.hidden), None)
-        ngram_propose_triton(history, lengths, lengths, max(query_len - 1, 1), 1, 3)
+        for matches in ((1, 3), (2, 4)):  # what the tests use, and the drafter's default
+            ngram_propose_triton(history, lengths, lengths, max(query_len - 1, 1), *matches)
         per_row, per_slot = [lengths, live, positions, lengths, lengths, lengths], [counts, counts, history, counts, counts]
         results = empty(batch, 5 + k_max + 1, dtype=torch.int64)
         advance_triton(*per_row, *per_slot, at_position, at_position, counts, results, stop_ids, counts)

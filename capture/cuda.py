@@ -58,8 +58,8 @@ def capture_call(call: Callable[[], None], pool: tuple[int, int]) -> torch.cuda.
 def count_nodes(graph: torch.cuda.CUDAGraph) -> int | None:
     """Nodes of a captured graph; None where `cuda-bindings` is not installed."""
     try:
-        from cuda.bindings import runtime
+        from cuda.bindings import driver
     except ImportError:
         return None
-    error, _, count = runtime.cudaGraphGetNodes(graph.raw_cuda_graph())
+    error, _, count = driver.cuGraphGetNodes(driver.CUgraph(graph.raw_cuda_graph()))
     return int(count) if int(error) == 0 else None

@@ -44,6 +44,8 @@ def two_tokens(model) -> np.ndarray:
         ("early-exit:1", Verify.STANDARD),
         ("early-exit:1", Verify.BLOCK),
         ("draft-model:tiny", Verify.STANDARD),
+        ("eagle3:tiny", Verify.STANDARD),
+        ("eagle3:tiny", Verify.BLOCK),
     ],
 )
 def test_law_across_replays(drafter, verify):

@@ -39,13 +39,16 @@ def tiny_model(seed: int = 0, family: str = "llama", dtype=torch.float64, invari
     return Transformer(tiny_config(family, **changes), dtype=dtype, invariant_linear=invariant).randomize(seed)
 
 
-def tiny_head(target: Transformer, seed: int = 0, **changes) -> Eagle3Head:
-    """A head with random weights whose draft vocabulary leaves out every third token."""
+def tiny_head(
+    target: Transformer, seed: int = 0, draft_vocab: int | None = None, max_positions: int | None = None, **changes
+) -> Eagle3Head:
+    """A head with random weights; its draft vocabulary leaves out every third token, or is the first `draft_vocab`."""
     vocab = target.config.vocab_size
-    config = eagle3_config_for(target, len([t for t in range(vocab) if t % 3]), **changes)
+    ids = list(range(draft_vocab)) if draft_vocab else [token for token in range(vocab) if token % 3]
     options = {"dtype": target.dtype, "device": target.device, "invariant_linear": target.invariant_linear}
-    head = Eagle3Head(config, **options).randomize(seed)
-    head.target_ids.copy_(torch.tensor([t for t in range(vocab) if t % 3]))
+    config = eagle3_config_for(target, len(ids), **changes)
+    head = Eagle3Head(config, max_positions=max_positions, **options).randomize(seed)
+    head.target_ids.copy_(torch.tensor(ids))
     return head
 
 

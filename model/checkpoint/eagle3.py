@@ -87,7 +87,7 @@ def eagle3_config_for(target: Transformer, draft_vocab_size: int = LARGEST_DRAFT
     plain = {"family": "llama", "num_layers": 1, "layer_windows": (), "tie_embeddings": False}
     biases = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False}
     return Eagle3Config(
-        decoder=dataclasses.replace(config, **plain, **biases, **decoder),
+        decoder=dataclasses.replace(config, **(plain | biases | decoder)),
         draft_vocab_size=min(draft_vocab_size, config.vocab_size),
         target_hidden_size=config.hidden_size,
         feature_layers=default_feature_layers(config.num_layers),

@@ -13,6 +13,6 @@ packages += [f"stepgraph.{floor}.{child}" for floor in FLOORS for child in find_
 
 setup(
     packages=packages,
-    package_data={"stepgraph.kernels.tables": ["*.json"]},
+    package_data={"stepgraph.kernels.tables": ["*.json"], "stepgraph.model": ["heads/*/*"]},
     package_dir={f"stepgraph.{floor}": floor for floor in FLOORS},
 )

@@ -15,7 +15,8 @@ from stepgraph.capture.schedule import Schedule, require_int
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.model.checkpoint import LoadedModel, load_model
-from stepgraph.model.drafters import DrafterSpec, make_drafter
+from stepgraph.model.drafters import DrafterSpec, load_draft_weights, make_drafter
+from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV, block_bytes
 from stepgraph.model.transformer import Transformer
 
@@ -126,15 +127,11 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
     if max_len > target.max_positions:
         raise ValueError(f"max_len is {max_len}; {loaded.name} has positions for {target.max_positions} tokens")
 
-    spec, draft_model = DrafterSpec.parse(options.drafter), None
-    if spec.model:
-        draft_model = load_model(
-            spec.model, dtype=target.dtype, device=target.device,
-            invariant_linear=target.invariant_linear,
-        ).model  # fmt: skip
-    num_blocks = _num_blocks(options, max_len, [m for m in (target, draft_model) if m is not None])
+    spec = DrafterSpec.parse(options.drafter)
+    draft_weights = load_draft_weights(spec, target, loaded.name)
+    num_blocks = _num_blocks(options, max_len, [m for m in (target, draft_weights) if m is not None])
     kv = PagedKV(target.config, num_blocks=num_blocks, block_size=options.block_size, dtype=target.dtype, device=target.device)
-    drafter = make_drafter(spec, target, kv, draft_model)
+    drafter = make_drafter(spec, target, kv, draft_weights, options.max_batch)
     state = DecodeState(
         num_slots=options.max_batch,
         max_len=max_len,
@@ -159,7 +156,7 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
     return BuiltEngine(engine, loaded.name, loaded.load_s)
 
 
-def _num_blocks(options: EngineOptions, max_len: int, models: list[Transformer]) -> int:
+def _num_blocks(options: EngineOptions, max_len: int, models: list[Transformer | Eagle3Head]) -> int:
     """Blocks of the pool, the null block included."""
     each = sum(block_bytes(model.config, options.block_size, model.dtype) for model in models)
     affordable = options.kv_memory_bytes // each

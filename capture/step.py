@@ -10,7 +10,7 @@ from stepgraph.kernels.advance import advance
 from stepgraph.kernels.logprobs import record_logprobs
 from stepgraph.kernels.rejection import rejection_sample
 from stepgraph.kernels.transforms import transform_logits
-from stepgraph.model.drafters.base import Drafter, Proposal, StepRows
+from stepgraph.model.drafters.base import Drafter, PromptChunk, Proposal, StepRows, Verified
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.rows import query_rows
 from stepgraph.model.transformer import Transformer
@@ -30,6 +30,7 @@ class SpeculativeStep(nn.Module):
         if state.max_len > target.max_positions:
             raise ValueError(f"max_len is {state.max_len}; the target has positions for {target.max_positions} tokens")
         self.target, self.kv, self.state, self.drafter = target, kv, state, drafter
+        self.feature_layers = drafter.feature_layers if drafter is not None else ()
 
     def forward(self, batch: int, k: int) -> None:
         state = self.state
@@ -43,7 +44,7 @@ class SpeculativeStep(nn.Module):
             tokens = torch.cat([rows.last_token[:, None], drafts.tokens], 1)
             written = rows.seq_len + num_drafts + 1
             query = rows.query(rows.seq_len, k + 1, self.kv.block_size, live=rows.live, writable=written)
-            hidden = self.target.hidden(tokens, query, self.kv)
+            hidden, features = self.target.hidden_and_features(tokens, query, self.kv, self.feature_layers)
             logits = self.target.logits(hidden)
 
         with phase("accept"):
@@ -60,7 +61,7 @@ class SpeculativeStep(nn.Module):
 
         if self.drafter is not None:
             with phase("observe"):
-                self.drafter.observe(rows, k, tokens, hidden)
+                self.drafter.observe(rows, k, Verified(tokens, hidden, features, emitted, accepted))
 
         with phase("advance"):
             advance(
@@ -83,12 +84,16 @@ class SpeculativeStep(nn.Module):
         return proposal._replace(tokens=torch.where(usable, tokens, -1))
 
     def prefill(self, slot: int, tokens: list[int], start: int) -> None:
-        """Run a chunk of a prompt, `tokens` at positions `start ..`, through target and drafter. Not captured."""
-        device = self.state.slots.device
-        first, stop = integers([[start], [start + len(tokens)]], device)
+        """Run a chunk of a prompt, `tokens` at positions `start ..`, through target and drafter. Not captured.
+
+        The state's history has to hold the token after the chunk already: the drafter may look one ahead.
+        """
+        device, stop = self.state.slots.device, start + len(tokens)
+        slots, first, end = integers([[slot], [start], [stop]], device)
         live = torch.ones(1, dtype=torch.bool, device=device)
-        rows = query_rows(first, len(tokens), self.state.block_table[slot][None], self.kv.block_size, live, stop)
+        rows = query_rows(first, len(tokens), self.state.block_table[slot][None], self.kv.block_size, live, end)
         chunk = integers([tokens], device)
-        hidden = self.target.hidden(chunk, rows, self.kv)
+        hidden, features = self.target.hidden_and_features(chunk, rows, self.kv, self.feature_layers)
         if self.drafter is not None:
-            self.drafter.prefill(chunk, rows, hidden)
+            next_tokens = self.state.history[slot, start + 1 : stop + 1][None]
+            self.drafter.prefill(PromptChunk(slots, chunk, next_tokens, rows, hidden, features))

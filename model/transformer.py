@@ -1,6 +1,6 @@
 """The target transformer: Llama, Qwen2 and Qwen3 families, over a paged KV cache, for any fixed query length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +54,24 @@ class DecoderLayer(nn.Module):
 
         `work` is the attention work list of this batch and window, built by the op where it is None.
         """
-        config, eps, (k_cache, v_cache) = self.config, self.config.rms_norm_eps, kv
         if residual is None:
-            normed, residual = rms_norm(x, self.input_norm, eps), x
+            normed, residual = rms_norm(x, self.input_norm, self.config.rms_norm_eps), x
         else:
-            normed, residual = add_rms_norm(x, residual, self.input_norm, eps)
+            normed, residual = add_rms_norm(x, residual, self.input_norm, self.config.rms_norm_eps)
+        return self.mix(normed, residual, rows, kv, rope, invariant, work)
+
+    def mix(
+        self,
+        normed: Tensor,
+        residual: Tensor,
+        rows: QueryRows,
+        kv: tuple[Tensor, Tensor],
+        rope: Tensor,
+        invariant: bool,
+        work: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over `normed [B, Q, inputs of qkv_weight]` and the MLP; returns as `forward` does."""
+        config, eps, (k_cache, v_cache) = self.config, self.config.rms_norm_eps, kv
         qkv = linear(normed, self.qkv_weight, self.qkv_bias, invariant)
         q = rope_kv_write(
             qkv, rows.positions, rope, rows.kv_slots, k_cache, v_cache, self.q_norm, self.k_norm, config.num_heads, eps
@@ -70,6 +83,19 @@ class DecoderLayer(nn.Module):
         normed, residual = add_rms_norm(attended, residual, self.post_norm, eps)
         gate_up = linear(normed, self.gate_up_weight, self.gate_up_bias, invariant)
         return linear(silu_mul(gate_up), self.down_weight, self.down_bias, invariant), residual
+
+
+def randomize(module: nn.Module, seed: int) -> None:
+    """Fill the weights of a module with N(0, 1/inputs), norms near 1, other vectors near 0."""
+    parameters = dict(module.named_parameters())
+    generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
+    for name, weight in parameters.items():
+        if "norm" in name:
+            weight.data.normal_(1.0, 0.1, generator=generator)
+        elif weight.dim() == 1:
+            weight.data.normal_(0.0, 0.02, generator=generator)
+        else:
+            weight.data.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
 
 
 class Transformer(nn.Module):
@@ -120,14 +146,7 @@ class Transformer(nn.Module):
 
     def randomize(self, seed: int = 0) -> "Transformer":
         """Fill the weights with N(0, 1/inputs), norms near 1; for shapes without a checkpoint. Returns self."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        for name, weight in self.named_parameters():
-            if "norm" in name:
-                weight.data.normal_(1.0, 0.1, generator=generator)
-            elif weight.dim() == 1:
-                weight.data.normal_(0.0, 0.02, generator=generator)
-            else:
-                weight.data.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+        randomize(self, seed)
         return self
 
     def hidden(self, tokens: Tensor, rows: QueryRows, kv: PagedKV, num_layers: int | None = None) -> Tensor:
@@ -135,6 +154,14 @@ class Transformer(nn.Module):
 
         A negative token stands for "no token": it is never embedded, and its row's output means nothing.
         `num_layers` stops after the first layers (early exit).
+        """
+        return self.hidden_and_features(tokens, rows, kv, (), num_layers)[0]
+
+    def hidden_and_features(
+        self, tokens: Tensor, rows: QueryRows, kv: PagedKV, feature_layers: Sequence[int], num_layers: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """`hidden`, and what enters the layers `feature_layers` (the residual stream, before any norm), side by side:
+        `[B, Q, hidden * len(feature_layers)]`, or None where none are asked for. Layer `num_layers` is what leaves the last.
         """
         x, residual = nn.functional.embedding(tokens.clamp(min=0), self.embed), None
         layers = self.layers[:num_layers]
@@ -144,9 +171,16 @@ class Transformer(nn.Module):
             window: build_attention_work(rows.seq_lens, tokens.shape[1], window, table_tokens, pool_tokens)
             for window in dict.fromkeys(layer.window for layer in layers)
         }
-        for layer, cache in zip(layers, kv.layers(), strict=False):
+        streams: dict[int, Tensor] = {}
+        for index, (layer, cache) in enumerate(zip(layers, kv.layers(), strict=False)):
+            if index in feature_layers:
+                streams[index] = x if residual is None else x + residual
             x, residual = layer(x, residual, rows, cache, self.rope, self.invariant_linear, work[layer.window])
-        return add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
+        hidden, stream = add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
+        if not feature_layers:
+            return hidden, None
+        streams[len(layers)] = stream
+        return hidden, torch.cat([streams[index] for index in feature_layers], dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., vocab]` in the model's dtype."""

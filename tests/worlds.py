@@ -5,8 +5,10 @@ from torch import Tensor
 
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
+from stepgraph.model.checkpoint.eagle3 import eagle3_config_for
 from stepgraph.model.config import ModelConfig, RopeConfig
 from stepgraph.model.drafters import Drafter, DrafterSpec, Proposal, StepRows, make_drafter
+from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.transformer import Transformer
 
@@ -37,6 +39,19 @@ def tiny_model(seed: int = 0, family: str = "llama", dtype=torch.float64, invari
     return Transformer(tiny_config(family, **changes), dtype=dtype, invariant_linear=invariant).randomize(seed)
 
 
+def tiny_head(
+    target: Transformer, seed: int = 0, draft_vocab: int | None = None, max_positions: int | None = None, **changes
+) -> Eagle3Head:
+    """A head with random weights; its draft vocabulary leaves out every third token, or is the first `draft_vocab`."""
+    vocab = target.config.vocab_size
+    ids = list(range(draft_vocab)) if draft_vocab else [token for token in range(vocab) if token % 3]
+    options = {"dtype": target.dtype, "device": target.device, "invariant_linear": target.invariant_linear}
+    config = eagle3_config_for(target, len(ids), **changes)
+    head = Eagle3Head(config, max_positions=max_positions, **options).randomize(seed)
+    head.target_ids.copy_(torch.tensor(ids))
+    return head
+
+
 def tiny_step(
     drafter: str | Drafter = "none",
     *,
@@ -47,17 +62,21 @@ def tiny_step(
     block_size: int = 4,
     draft_seed: int = 0,
 ) -> SpeculativeStep:
-    """A step whose slot s owns the blocks s * M + 1 .. (s + 1) * M. `draft-model:tiny` is a model of another seed."""
+    """A step whose slot s owns the blocks s * M + 1 .. (s + 1) * M. `draft-model:tiny` is a model of another seed,
+    `eagle3:tiny` a head of random weights that can propose about two thirds of the tokens.
+    """
     model = model or tiny_model()
     per_slot = -(-max_len // block_size)
     device = model.device
     kv = PagedKV(model.config, num_blocks=num_slots * per_slot + 1, block_size=block_size, dtype=model.dtype, device=device)
     state = DecodeState(num_slots=num_slots, max_len=max_len, block_size=block_size, k_max=k_max, device=device)
     if isinstance(drafter, str):
-        spec, draft_model = DrafterSpec.parse(drafter), None
-        if spec.model:
-            draft_model = tiny_model(draft_seed, model.config.family, model.dtype).to(device)
-        drafter = make_drafter(spec, model, kv, draft_model)
+        spec, weights = DrafterSpec.parse(drafter), None
+        if spec.kind == "draft-model":
+            weights = tiny_model(draft_seed, model.config.family, model.dtype).to(device)
+        elif spec.kind == "eagle3":
+            weights = tiny_head(model, draft_seed)
+        drafter = make_drafter(spec, model, kv, weights, num_slots)
     return SpeculativeStep(model, kv, state, drafter)
 
 

@@ -7,8 +7,10 @@ import torch
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.model.checkpoint import load_config
+from stepgraph.model.checkpoint.eagle3 import eagle3_config_for
 from stepgraph.model.config import ModelConfig
 from stepgraph.model.drafters import DrafterSpec, make_drafter
+from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.transformer import Transformer
 
@@ -31,6 +33,8 @@ class StepShapes:
     ):
         self.config = load_config(model)
         self.spec = DrafterSpec.parse(drafter)
+        if self.spec.kind == "eagle3" and self.spec.head != "random":
+            raise ValueError(f"drafter is {drafter!r}; a plan takes shapes alone, so eagle3:random")
         self.draft_config = load_config(self.spec.model) if self.spec.model else None
         self.max_batch, self.max_len, self.k_max = max_batch, max_len, k_max
         self.block_size, self.dtype = block_size, dtype
@@ -46,7 +50,9 @@ class StepShapes:
 
     @property
     def uniform(self) -> bool:
-        """Whether the layers of each model are alike, so that depth can be extrapolated."""
+        """Whether the layers of each model are alike, so that depth can be extrapolated; an EAGLE-3 head picks some."""
+        if self.spec.kind == "eagle3":
+            return False
         configs = [config for config in (self.config, self.draft_config) if config is not None]
         return all(len(set(config.layer_windows)) == 1 for config in configs)
 
@@ -59,11 +65,13 @@ class StepShapes:
         spec = self.spec
         if spec.kind == "early-exit":
             spec = replace(spec, num_layers=layers["early-exit"])
-        draft_model = None if self.draft_config is None else self._model(self.draft_config, layers["draft-model"])
+        weights = None if self.draft_config is None else self._model(self.draft_config, layers["draft-model"])
+        if spec.kind == "eagle3":
+            weights = Eagle3Head(eagle3_config_for(target), dtype=self.dtype, device="meta", max_positions=self.max_len)
         state = DecodeState(
             num_slots=self.max_batch, max_len=self.max_len, block_size=self.block_size, k_max=self.k_max, device="meta"
         )
-        return SpeculativeStep(target, kv, state, make_drafter(spec, target, kv, draft_model))
+        return SpeculativeStep(target, kv, state, make_drafter(spec, target, kv, weights, self.max_batch))
 
     def weight_bytes(self) -> int:
         """Of target and draft model."""

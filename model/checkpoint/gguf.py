@@ -8,7 +8,7 @@ import torch
 
 from stepgraph.model.checkpoint.errors import CheckpointError
 from stepgraph.model.checkpoint.gguf_file import GGUFFile
-from stepgraph.model.checkpoint.layout import Filler
+from stepgraph.model.checkpoint.layout import Filler, parameter_views
 from stepgraph.model.config import ModelConfig, RopeConfig
 from stepgraph.model.rope import inverse_frequencies
 from stepgraph.model.transformer import Transformer
@@ -42,7 +42,7 @@ def load_gguf(file: GGUFFile, **options: Any) -> Transformer:
     """
     config = config_from_gguf(file)
     model = Transformer(config, **options)
-    filler = Filler(model, file.path.name)
+    filler = Filler(parameter_views(model), file.path.name, tied=model.lm_head is None)
     for name in file.tensors:
         if name == ROPE_FACTORS:  # part of the config
             continue

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from stepgraph.model.checkpoint.config import config_from_hf
 from stepgraph.model.checkpoint.errors import CheckpointError
-from stepgraph.model.checkpoint.layout import Filler
+from stepgraph.model.checkpoint.layout import Filler, parameter_views
 from stepgraph.model.transformer import Transformer
 
 SINGLE_FILE = "model.safetensors"
@@ -47,9 +47,9 @@ def load_hf(directory: Path, **options: Any) -> Transformer:
     """
     generation = directory / "generation_config.json"
     config = config_from_hf(read_json(directory / "config.json"), read_json(generation) if generation.exists() else None)
-    shards = _shards(directory)
+    shards = weight_files(directory)
     model = Transformer(config, **options)
-    filler = Filler(model, directory.name)
+    filler = Filler(parameter_views(model), directory.name, tied=model.lm_head is None)
     for file, expected in shards.items():
         for name, tensor in _tensors(directory / file, filler, expected):
             filler.fill(name, tensor, file)
@@ -57,7 +57,7 @@ def load_hf(directory: Path, **options: Any) -> Transformer:
     return model
 
 
-def _shards(directory: Path) -> dict[str, set[str] | None]:
+def weight_files(directory: Path) -> dict[str, set[str] | None]:
     """Weight files, each with the tensors the index says it has (None where there is no index)."""
     if (directory / SINGLE_FILE).exists():
         return {SINGLE_FILE: None}

@@ -17,11 +17,12 @@ def parameter_views(model: Transformer) -> dict[str, Tensor]:
     if model.lm_head is not None:
         views["lm_head.weight"] = model.lm_head.data
     for index, layer in enumerate(model.layers):
-        views.update((f"model.layers.{index}.{name}", view) for name, view in _layer_views(layer))
+        views.update((f"model.layers.{index}.{name}", view) for name, view in layer_views(layer))
     return views
 
 
-def _layer_views(layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
+def layer_views(layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
+    """(name within the layer, view) of each tensor of a layer."""
     config = layer.config
     heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
     split = {
@@ -51,13 +52,13 @@ class Filler:
     """Fills a model tensor by tensor, and at the end insists that nothing was left out.
 
     Args:
-        model: the model to fill.
+        views: what to fill, by the name its tensor has (`parameter_views`).
         source: the checkpoint's name, for messages.
+        tied: the embedding is the head, too.
     """
 
-    def __init__(self, model: Transformer, source: str):
-        self.source, self.tied = source, model.lm_head is None
-        self.waiting = parameter_views(model)
+    def __init__(self, views: dict[str, Tensor], source: str, tied: bool = False):
+        self.source, self.tied, self.waiting = source, tied, dict(views)
         self.filled: set[str] = set()
 
     def wants(self, name: str, where: str) -> bool:

@@ -2,11 +2,15 @@
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from stepgraph.model.drafters.base import Drafter, Proposal, StepRows, draw_draft
+from stepgraph.model.checkpoint import load_model
+from stepgraph.model.drafters.base import Drafter, PromptChunk, Proposal, StepRows, Verified, draw_draft
 from stepgraph.model.drafters.draft_model import DraftModelDrafter
+from stepgraph.model.drafters.eagle3 import Eagle3Drafter
 from stepgraph.model.drafters.early_exit import EarlyExitDrafter
 from stepgraph.model.drafters.ngram import NgramDrafter
+from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.transformer import Transformer
 
@@ -14,38 +18,44 @@ __all__ = [
     "DraftModelDrafter",
     "Drafter",
     "DrafterSpec",
+    "Eagle3Drafter",
     "EarlyExitDrafter",
     "NgramDrafter",
+    "PromptChunk",
     "Proposal",
     "StepRows",
+    "Verified",
     "draw_draft",
+    "load_draft_weights",
     "make_drafter",
 ]
 
-KNOWN = "none, ngram, ngram:MIN-MAX, early-exit:N, draft-model:NAME_OR_PATH"
+KNOWN = "none, ngram, ngram:MIN-MAX, early-exit:N, draft-model:NAME_OR_PATH, eagle3, eagle3:DIRECTORY, eagle3:random"
 
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter's name, read. `kind` is none, ngram, early-exit or draft-model.
+    """A drafter's name, read. `kind` is none, ngram, early-exit, draft-model or eagle3.
 
     Attributes:
         kind: which drafter.
         matches: ngram: shortest and longest suffix looked for.
         num_layers: early-exit: layers that draft.
         model: draft-model: name or path.
+        head: eagle3: directory of the head, "random" for random weights, "" for the one shipped for the target.
     """
 
     kind: str
     matches: tuple[int, int] = (2, 4)
     num_layers: int = 0
     model: str = ""
+    head: str = ""
 
     @classmethod
     def parse(cls, spec: str) -> "DrafterSpec":
         """Read one of `KNOWN`; a ValueError for anything else."""
         kind, _, option = spec.partition(":")
-        if spec in ("none", "ngram"):
+        if spec in ("none", "ngram", "eagle3"):
             return cls(spec)
         if kind == "ngram" and (match := re.fullmatch(r"([0-9]{1,3})-([0-9]{1,3})", option)):
             low, high = map(int, match.groups())
@@ -55,16 +65,49 @@ class DrafterSpec:
             return cls(kind, num_layers=int(option))
         elif kind == "draft-model" and option:
             return cls(kind, model=option)
+        elif kind == "eagle3" and option:
+            return cls(kind, head=option)
         raise ValueError(f"drafter is {spec!r}; known are {KNOWN}")
 
 
-def make_drafter(spec: DrafterSpec, target: Transformer, kv: PagedKV, draft_model: Transformer | None = None) -> Drafter | None:
+def load_draft_weights(spec: DrafterSpec, target: Transformer, target_name: str = "") -> Transformer | Eagle3Head | None:
+    """The weights that a drafter brings along, in the target's dtype and on its device; None for one without any.
+
+    Args:
+        spec: see `DrafterSpec.parse`.
+        target: the model to draft for.
+        target_name: its name, by which a shipped head is found.
+
+    Raises:
+        CheckpointError: (a ValueError) what the spec names is missing, damaged, or made for another target.
+    """
+    if spec.kind == "draft-model":
+        options = {"dtype": target.dtype, "device": target.device, "invariant_linear": target.invariant_linear}
+        return load_model(spec.model, **options).model
+    if spec.kind == "eagle3":
+        # Imported here: safetensors is needed for nothing else by a run with other drafters.
+        from stepgraph.model.checkpoint.eagle3 import load_eagle3, random_eagle3, shipped_head
+
+        if spec.head == "random":
+            return random_eagle3(target)
+        return load_eagle3(Path(spec.head).expanduser() if spec.head else shipped_head(target_name), target)
+    return None
+
+
+def make_drafter(
+    spec: DrafterSpec,
+    target: Transformer,
+    kv: PagedKV,
+    weights: Transformer | Eagle3Head | None = None,
+    num_slots: int = 0,
+) -> Drafter | None:
     """The drafter that `spec` describes; None for "none".
 
     Args:
         spec: see `DrafterSpec.parse`.
         target, kv: the target model and its cache.
-        draft_model: what `spec.model` names, in the target's dtype and on its device.
+        weights: of `load_draft_weights`.
+        num_slots: requests that the state can hold, for drafters that keep something by slot.
 
     Raises:
         ValueError: an option that does not fit the target.
@@ -74,13 +117,22 @@ def make_drafter(spec: DrafterSpec, target: Transformer, kv: PagedKV, draft_mode
     if spec.kind == "early-exit":
         return EarlyExitDrafter(target, kv, spec.num_layers)
     if spec.kind == "draft-model":
-        return _draft_model(spec.model, target, kv, draft_model)
+        return _draft_model(spec.model, target, kv, weights)
+    if spec.kind == "eagle3":
+        name = f"eagle3:{spec.head}" if spec.head else "eagle3"
+        return Eagle3Drafter(weights, target, _own_kv(weights, kv), num_slots, name)
     return None
+
+
+def _own_kv(weights: Transformer | Eagle3Head, kv: PagedKV) -> PagedKV:
+    """A cache behind the same block tables as the target's `kv`."""
+    return PagedKV(
+        weights.config, num_blocks=kv.num_blocks, block_size=kv.block_size, dtype=weights.dtype, device=weights.device
+    )
 
 
 def _draft_model(name: str, target: Transformer, kv: PagedKV, model: Transformer) -> DraftModelDrafter:
     draft_vocab, vocab = model.config.vocab_size, target.config.vocab_size
     if draft_vocab != vocab:
         raise ValueError(f"draft model {name!r} has a vocabulary of {draft_vocab} tokens, the target one of {vocab}")
-    own_kv = PagedKV(model.config, num_blocks=kv.num_blocks, block_size=kv.block_size, dtype=model.dtype, device=model.device)
-    return DraftModelDrafter(model, own_kv, name)
+    return DraftModelDrafter(model, _own_kv(model, kv), name)

@@ -63,6 +63,44 @@ class Proposal(NamedTuple):
     d2t: Tensor | None = None
 
 
+class Verified(NamedTuple):
+    """What a step verified.
+
+    Attributes:
+        tokens: `[B, k+1]` int64, the target's inputs, at positions `seq_len ..`.
+        hidden: `[B, k+1, hidden]`, its final hidden states over them.
+        features: `[B, k+1, hidden * len(feature_layers)]`, or None for a drafter that asks for none.
+        emitted: `[B, k+1]` int64, the tokens at positions `seq_len + 1 ..` that the step commits, then −1.
+        accepted: `[B]` int64, accepted drafts; row i of the target is of the committed text for i ≤ accepted.
+    """
+
+    tokens: Tensor
+    hidden: Tensor
+    features: Tensor | None
+    emitted: Tensor
+    accepted: Tensor
+
+
+class PromptChunk(NamedTuple):
+    """A chunk of C prompt tokens of one request that went through the target.
+
+    Attributes:
+        slots: `[1]` int64, the request.
+        tokens: `[1, C]` int64.
+        next_tokens: `[1, C]` int64, the token after each; the last prompt token is never in a chunk, so there always is one.
+        rows: where they sit.
+        hidden: `[1, C, hidden]`, the target's final hidden states.
+        features: `[1, C, hidden * len(feature_layers)]`, or None for a drafter that asks for none.
+    """
+
+    slots: Tensor
+    tokens: Tensor
+    next_tokens: Tensor
+    rows: QueryRows
+    hidden: Tensor
+    features: Tensor | None
+
+
 class Drafter(nn.Module):
     """Base of all drafters. Everything here runs inside the captured step: fixed shapes, no host reads.
 
@@ -70,28 +108,26 @@ class Drafter(nn.Module):
         name: as given on the command line.
         max_positions: largest position + 1 at which it can draft, None for no limit of its own.
         capture_support: what its part of the step can be captured for.
+        feature_layers: layers of the target whose inputs it wants to see (`Transformer.hidden_and_features`).
     """
 
     name: str
     max_positions: int | None = None
     capture_support: CaptureSupport = CaptureSupport.UNIFORM_BATCH
+    feature_layers: tuple[int, ...] = ()
 
     def propose(self, rows: StepRows, k: int) -> Proposal:
         """k ≥ 1 proposals for positions `seq_len + 1 ..` of each row; columns from `num_drafts` on may hold anything."""
         raise NotImplementedError
 
-    def observe(self, rows: StepRows, k: int, tokens: Tensor, hidden: Tensor) -> None:
+    def observe(self, rows: StepRows, k: int, verified: Verified) -> None:
         """After verification: bring the drafter's own state to every committed position, for any k including 0.
 
-        Args:
-            rows: the step's rows, as they were before it.
-            k: of the step.
-            tokens: `[B, k+1]` int64, the verified tokens, at positions `seq_len ..`.
-            hidden: `[B, k+1, hidden]`, the target's final hidden states over them.
+        `rows` are the step's rows as they were before it.
         """
 
-    def prefill(self, tokens: Tensor, rows: QueryRows, hidden: Tensor) -> None:
-        """A chunk of a prompt went through the target: `tokens [1, C]` at `rows`, final hidden states `[1, C, hidden]`."""
+    def prefill(self, chunk: PromptChunk) -> None:
+        """A chunk of a prompt went through the target."""
 
 
 def draft_rows(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from stepgraph.model.drafters.base import Drafter, Proposal, StepRows, draft_rows, draw_draft
+from stepgraph.model.drafters.base import Drafter, PromptChunk, Proposal, StepRows, Verified, draft_rows, draw_draft
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.rows import QueryRows
 from stepgraph.model.transformer import Transformer
@@ -32,14 +32,15 @@ class DraftModelDrafter(Drafter):
         tokens, laws = draft_rows(rows, range(1, k), self.kv.block_size, token, one_row)
         return Proposal(torch.stack([token, *tokens], 1), torch.stack([law, *laws], 1))
 
-    def observe(self, rows: StepRows, k: int, tokens: Tensor, hidden: Tensor) -> None:
+    def observe(self, rows: StepRows, k: int, verified: Verified) -> None:
         # A step with k ≥ 1 took its inputs in `propose`; a step without drafts has only this.
         if k == 0:
             self._catch_up(rows)
 
-    def prefill(self, tokens: Tensor, rows: QueryRows, hidden: Tensor) -> None:
+    def prefill(self, chunk: PromptChunk) -> None:
+        rows = chunk.rows
         inside = torch.where(rows.positions < self.max_positions, rows.kv_slots, -1)
-        self.model.hidden(tokens, replace(rows, kv_slots=inside), self.kv)
+        self.model.hidden(chunk.tokens, replace(rows, kv_slots=inside), self.kv)
 
     def _catch_up(self, rows: StepRows) -> Tensor:
         """Hidden states `[B, 2, hidden]` of the last two committed tokens."""

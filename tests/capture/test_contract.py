@@ -11,7 +11,7 @@ from stepgraph.model.drafters.base import Drafter
 
 
 @pytest.mark.parametrize("k", range(6))
-@pytest.mark.parametrize("drafter", ["none", "ngram", "early-exit:1", "draft-model:tiny"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "early-exit:1", "draft-model:tiny", "eagle3:tiny"])
 def test_every_step_can_be_one_cuda_graph(drafter, k):
     if drafter == "none" and k:
         pytest.skip("nothing drafts")

@@ -113,7 +113,7 @@ def test_forced_rejection_then_replay_equals_eager():
     torch.testing.assert_close(committed_kv(plain, 0), committed_kv(steps[0], 0), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft-model:other", "early-exit:1"])
+@pytest.mark.parametrize("drafter", ["ngram", "draft-model:other", "early-exit:1", "eagle3:tiny"])
 def test_state_depends_on_the_tokens_alone(drafter):
     """After any sequence of k the committed state equals that of any other sequence with the same tokens."""
     rng = random.Random(0)

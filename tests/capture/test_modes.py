@@ -11,7 +11,7 @@ from stepgraph.capture.phases import PHASES, phase_of
 from stepgraph.capture.pieces import ATTENTION, cut, pieces_of
 from stepgraph.capture.trace import trace_step
 
-DRAFTERS = ("none", "ngram", "early-exit:1", "draft-model:tiny")
+DRAFTERS = ("none", "ngram", "early-exit:1", "draft-model:tiny", "eagle3:tiny")
 GRAPHED = [Mode.FULL, Mode.THREE_GRAPH, Mode.PIECEWISE]
 
 
@@ -56,7 +56,8 @@ def test_where_the_cuts_are(drafter, mode):
         assert not any(node.target is ATTENTION for eager, nodes in pieces if not eager for node in nodes)
     else:
         graphs = [{phase_of(node) for node in nodes} for eager, nodes in pieces if not eager]
-        assert graphs == [{"draft"}, {"verify"}]  # these drafters have nothing to observe
+        observes = [{"observe"}] if drafter == "eagle3:tiny" else []  # the others have nothing to do there
+        assert graphs == [{"draft"}, {"verify"}, *observes]
         assert {phase_of(node) for eager, nodes in pieces if eager for node in nodes} == {"accept", "advance"}
     graph, described = cut(traced, mode)
     assert sum(piece.nodes for piece in described) == len(traced.nodes)
@@ -64,10 +65,11 @@ def test_where_the_cuts_are(drafter, mode):
 
 
 def test_phases_come_in_order_and_every_node_has_one():
-    traced = trace_step(tiny_step("draft-model:tiny", draft_seed=1), 2, 3)
-    order = [PHASES.index(phase_of(node)) for node in traced.nodes]
-    assert order == sorted(order)
-    assert {PHASES[i] for i in order} == {"draft", "verify", "accept", "advance"}
+    for drafter, observed in (("draft-model:tiny", set()), ("eagle3:tiny", {"observe"})):
+        traced = trace_step(tiny_step(drafter, draft_seed=1), 2, 3)
+        order = [PHASES.index(phase_of(node)) for node in traced.nodes]
+        assert order == sorted(order)
+        assert {PHASES[i] for i in order} == {"draft", "verify", "accept", "advance"} | observed
 
 
 def test_at_k_0_drafters_without_state_are_no_part_of_the_step():

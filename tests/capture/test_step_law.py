@@ -44,6 +44,8 @@ def two_tokens(model) -> np.ndarray:
         ("early-exit:1", Verify.STANDARD, 1000),
         ("early-exit:1", Verify.BLOCK, 500),
         ("draft-model:tiny", Verify.STANDARD, 1000),
+        ("eagle3:tiny", Verify.STANDARD, 1000),
+        ("eagle3:tiny", Verify.BLOCK, 500),
     ],
 )
 def test_law_across_replays(drafter, verify, replays):

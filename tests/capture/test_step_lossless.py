@@ -9,7 +9,7 @@ from worlds import committed_kv, place, run, snapshot, text, tiny_model, tiny_st
 
 from stepgraph.capture.trace import trace_step
 
-DRAFTERS = ("ngram", "early-exit:1", "draft-model:tiny", "draft-model:other")
+DRAFTERS = ("ngram", "early-exit:1", "draft-model:tiny", "draft-model:other", "eagle3:tiny")
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [7, 7, 7, 7], [2], [40, 41, 40, 41, 40])
 
 

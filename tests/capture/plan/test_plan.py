@@ -134,6 +134,13 @@ def test_host_time_is_the_launches_of_each_mode():
     assert (sums["graphs/THREE_GRAPH"], sums["eager/THREE_GRAPH"]) == (2, tail)
 
 
+def test_eagle3_observes():
+    plan = plan_of(shapes_of("tiny-llama", "eagle3:random"))
+    assert all(key.phases["observe"] > key.phases["accept"] for key in plan.keys)
+    with pytest.raises(ValueError, match="eagle3:somewhere"):
+        shapes_of("tiny-llama", "eagle3:somewhere")
+
+
 def test_memory_grows_with_batch_and_holds_the_logits():
     plan = plan_of()
     assert plan.pool_bytes >= 4 * 3 * 256 * 2  # the logits of the largest key

@@ -1,0 +1,51 @@
+"""What a head starts from: the target's last layer, which already turns features of the last layers into the next token."""
+
+import torch
+from torch import Tensor
+
+from stepgraph.model.checkpoint.eagle3 import eagle3_config_for
+from stepgraph.model.eagle3_head import Eagle3Head
+from stepgraph.model.transformer import Transformer
+
+
+def new_head(
+    target: Transformer,
+    target_ids: Tensor,
+    *,
+    seed: int,
+    warm: bool = True,
+    kv_heads: int | None = None,
+    inner: int | None = None,
+) -> Eagle3Head:
+    """A float32 head for `target`, on its device, that proposes `target_ids [D]`.
+
+    Its output rows and last norm are the target's. `warm`: so are attention, MLP and norms (its last layer's), with the high
+    feature passed through `fc` and a small weight on the embedding; otherwise they are random. `kv_heads` and `inner` change
+    sizes, and leave what they change random.
+    """
+    config, changes = target.config, {}
+    if kv_heads is not None:
+        changes["num_kv_heads"] = kv_heads
+    if inner is not None:
+        changes["intermediate_size"] = inner
+    head = Eagle3Head(eagle3_config_for(target, len(target_ids), **changes), device=target.device).randomize(seed)
+    head.target_ids.copy_(target_ids)
+    last, layer, hidden = target.layers[-1], head.layer, config.hidden_size
+    with torch.no_grad():
+        for norm in (layer.input_norm, layer.hidden_norm, layer.post_norm):
+            norm.fill_(1.0)
+        head.norm.copy_(target.norm)
+        rows = target.embed if target.lm_head is None else target.lm_head
+        head.lm_head.copy_(rows[head.target_ids])
+        if warm:
+            head.fc_weight.mul_(0.1)
+            head.fc_weight[:, -hidden:] += torch.eye(hidden, device=target.device)
+            layer.post_norm.copy_(last.post_norm)
+            layer.hidden_norm.copy_(last.input_norm)
+            if layer.qkv_weight.shape[0] == last.qkv_weight.shape[0]:
+                layer.qkv_weight[:, hidden:].copy_(last.qkv_weight)
+                layer.o_weight.copy_(last.o_weight)
+            if layer.down_weight.shape == last.down_weight.shape:
+                layer.gate_up_weight.copy_(last.gate_up_weight)
+                layer.down_weight.copy_(last.down_weight)
+    return head

@@ -1,0 +1,215 @@
+"""Training of an EAGLE-3 head: the dense passes are the paged ones, the loss is its formula, and a toy head learns."""
+
+import json
+import shutil
+from itertools import islice
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from worlds import place, tiny_head, tiny_model, tiny_step
+
+from stepgraph.model.checkpoint import load_model
+from stepgraph.model.checkpoint.eagle3 import load_eagle3
+from stepgraph.model.drafters.train_eagle3 import main
+from stepgraph.model.drafters.training.corpus import Corpus
+from stepgraph.model.drafters.training.dense import DenseCache, target_forward
+from stepgraph.model.drafters.training.generate import sample, write_texts
+from stepgraph.model.drafters.training.loss import Teacher, soft_cross_entropy, teacher_of
+from stepgraph.model.drafters.training.templates import template_prompts
+from stepgraph.model.drafters.training.trainer import Trainer
+from stepgraph.model.drafters.training.unroll import unroll
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+def paged(model, tokens, layers):
+    """Final hidden states and features `[T, ..]` of one text, from the product's own forward pass."""
+    step, seen = tiny_step("none", model=model), []
+    run = model.hidden_and_features
+    step.target.hidden_and_features = lambda *args: (seen.append(run(*args[:3], layers)), seen[-1])[1]
+    place(step, 0, [*tokens, 0])
+    del step.target.hidden_and_features
+    return [part[0] for part in seen[0]]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_dense_forward_equals_the_paged_one(family):
+    model = tiny_model(0, family, num_layers=3, **({"layer_windows": (0, 4, 0)} if family == "qwen3" else {}))
+    expected = paged(model, TOKENS, (0, 2, 3))
+    tokens = torch.tensor([TOKENS, TOKENS[::-1]])
+    with torch.no_grad():
+        found = target_forward(model, tokens, torch.arange(len(TOKENS))[None], (0, 2, 3))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours[0], theirs, rtol=0, atol=1e-12)
+        # The same with a cache: a start of another length in each row, then one token at a time.
+        cache, lengths = DenseCache(model, 2, 16), torch.tensor([4, 2])
+        start = torch.arange(4)[None].expand(2, -1)
+        target_forward(model, tokens[:, :4], start, cache=cache, seen=4)
+        for _ in range(5):
+            column = lengths[:, None]
+            hidden, _ = target_forward(model, tokens.gather(1, column), column, cache=cache, seen=int(lengths.max()) + 1)
+            torch.testing.assert_close(hidden[0, 0], expected[0][int(lengths[0])], rtol=0, atol=1e-12)
+            torch.testing.assert_close(hidden[1, 0], found[0][1, int(lengths[1])], rtol=0, atol=1e-12)
+            lengths += 1
+
+
+@pytest.mark.parametrize("options", [{}, {"family": "qwen3", "qk_norm": True}, {"norm_first": True}])
+def test_unrolled_passes_are_what_the_drafter_computes(options):
+    """Row i of pass s: a drafter whose text ends at i + 1, s single rows later."""
+    model, norm_first = tiny_model(0, num_layers=4), options.pop("norm_first", False)
+    head = tiny_head(model, 1, **options)
+    head.layer.norm_before_residual = norm_first
+    features = paged(model, TOKENS, head.eagle.feature_layers)[1][None]
+    with torch.no_grad():
+        outputs = unroll(head, features, torch.tensor([TOKENS]), model.embed, 3)
+    for length in (2, 5, 7):  # tokens of the text; the last of them is not in the cache
+        step = tiny_step("eagle3:tiny", model=model)
+        step.drafter.head = head
+        place(step, 0, TOKENS[:length])
+        forced, laws = iter(TOKENS[length:]), []
+        step.state.set_rows([0])
+        with torch.no_grad():
+            rows = step.state.rows(1, 3, None)
+            feature = step.drafter.feature[rows.slots]
+            laws.append(head.logits(feature)[0])
+            for column in (1, 2):
+                position = rows.seq_len + column - 1
+                query = rows.query(position, 1, step.kv.block_size, live=rows.live, writable=position + 1)
+                token = torch.tensor([[next(forced)]])
+                feature = head(token, feature[:, None], query, step.drafter.kv, model.embed)[:, 0]
+                laws.append(head.logits(feature)[0])
+        for number, law in enumerate(laws):
+            ours = outputs[number][0, length - 2] @ head.lm_head.T
+            torch.testing.assert_close(ours, law, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_loss_and_gradients_equal_autograd(frozen, monkeypatch):
+    monkeypatch.setattr("stepgraph.model.drafters.training.loss.CHUNK", 7)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(30, 8, generator=generator, dtype=torch.float64, requires_grad=not frozen)
+    teacher = teacher_of(torch.randn(20, 8, generator=generator, dtype=torch.float64), torch.randn(30, 8).double(), top=5)
+    assert teacher.ids.shape == (20, 5)
+    assert (teacher.probs.diff(dim=-1) <= 0).all()
+    loss, hits = soft_cross_entropy(x, weight, teacher)
+    logits = x @ weight.T
+    expected = -(teacher.probs * logits.log_softmax(-1).gather(-1, teacher.ids)).sum()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert int(hits) == int((logits.argmax(-1) == teacher.ids[:, 0]).sum())
+    inputs = [x] if frozen else [x, weight]
+    for ours, theirs in zip(
+        torch.autograd.grad(2 * loss, inputs), torch.autograd.grad(2 * expected, inputs, retain_graph=True), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_teacher_of_fewer_tokens_than_the_top():
+    teacher = teacher_of(torch.randn(3, 4), torch.randn(6, 4))
+    assert isinstance(teacher, Teacher)
+    torch.testing.assert_close(teacher.probs.sum(-1), torch.ones(3))
+
+
+def arguments(out, **changes) -> list[str]:
+    options = {
+        "target": "random:tiny-llama", "out": out, "max-tokens": 3000, "rows": 16, "shard-texts": 24, "max-len": 60,
+        "draft-vocab": 120, "batch-tokens": 512, "train-tokens": 20_000, "device": "cpu", "dtype": "float32", "lr": 3e-3,
+    }  # fmt: skip
+    return [part for name, value in (options | changes).items() for part in (f"--{name}", str(value))]
+
+
+def test_training_reduces_the_loss_on_a_toy_target(tmp_path):
+    """The whole command: data, training, head in the public layout, card; and the head drafts."""
+    target = load_model("random:tiny-llama").model
+    out = tmp_path / "run"
+    assert main(arguments(out)) == 0
+    card = json.loads((out / "head" / "card.json").read_text())
+    untrained = tmp_path / "untrained"
+    (untrained / "data").parent.mkdir()
+    shutil.copytree(out / "data", untrained / "data")
+    assert main(arguments(untrained, **{"train-tokens": 1})) == 0
+    before = json.loads((untrained / "head" / "card.json").read_text())["held_out"]
+    after = card["held_out"]
+    assert all(new < old - 0.05 for new, old in zip(after["loss"], before["loss"], strict=True))
+    assert after["accuracy"][0] > before["accuracy"][0]
+    assert card["data"]["tokens"] >= 3000
+    assert card["training"]["tokens"] >= 20_000
+    assert "--max-tokens 3000" in card["command"]
+    head = load_eagle3(out / "head", target)
+    assert head.eagle.draft_vocab_size == 120
+    assert torch.equal(head.lm_head, target.embed[head.target_ids].bfloat16().float())
+
+
+def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    small = {"max-tokens": 1500, "train-tokens": 6000}
+    assert main(arguments(whole, **small)) == 0
+
+    # Interrupted while the second shard is written, then after a few steps of training.
+    monkeypatch.setattr(Corpus, "add", interrupting(Corpus.add, 2))
+    assert main(arguments(broken, **small)) == 130
+    monkeypatch.undo()
+    assert len(list((broken / "data").iterdir())) == 1
+    monkeypatch.setattr(Trainer, "_step", interrupting(Trainer._step, 4))
+    assert main(arguments(broken, **small)) == 130
+    monkeypatch.undo()
+    assert main(arguments(broken, **small)) == 0
+    first, second = (load_file(out / "head" / "model.safetensors") for out in (whole, broken))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def interrupting(method, call: int):
+    """The method, with Ctrl-C at its `call`-th call."""
+    calls = iter(range(1, 10**9))
+
+    def wrapped(self, *args):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return method(self, *args)
+
+    return wrapped
+
+
+def test_what_cannot_be_trained_is_said_in_a_sentence(tmp_path, capsys):
+    assert main(arguments(tmp_path, target="random:nothing")) == 2
+    assert "no preset is called 'nothing'" in capsys.readouterr().err
+    assert main(arguments(tmp_path, **{"max-tokens": 0})) == 2
+    assert "has no texts" in capsys.readouterr().err
+    (tmp_path / "p.jsonl").write_text('{"question": 1}')
+    assert main(arguments(tmp_path, prompts=tmp_path / "p.jsonl")) == 2
+    assert "line 1" in capsys.readouterr().err
+
+
+def test_texts_are_what_the_target_would_write():
+    """Greedy texts, of prompts of unlike length and with rows reused, equal plain decoding."""
+    model = tiny_model(0)
+    prompts = [[3, 1, 4], [7], [9, 8, 7, 6, 5, 4], [2, 2], [40, 41, 42, 43]]
+    texts = list(write_texts(model, prompts, rows=2, max_len=20, eos=(), seed=0, temperatures=(0.0,)))
+    assert sorted(text.tokens[: text.prompt_len] for text in texts) == sorted(prompts)
+    for text in texts:
+        step = tiny_step("none", model=model)
+        place(step, 0, text.tokens[: text.prompt_len])
+        while int(step.state.seq_len[0]) < 19:
+            step.state.set_rows([0])
+            with torch.no_grad():
+                step(1, 0)
+        assert step.state.tokens(0, 0, 20) == text.tokens
+
+
+def test_templates_are_filled_and_varied():
+    prompts = list(islice(template_prompts(0), 3000))
+    assert len(set(prompts)) == 3000
+    assert not any("{" in prompt for prompt in prompts)
+    assert prompts[:50] == list(islice(template_prompts(0), 50))
+    assert prompts[:50] != list(islice(template_prompts(1), 50))
+
+
+def test_draws_follow_the_law():
+    logits = torch.log(torch.tensor([0.1, 0.0, 0.6, 0.3]))
+    uniform = torch.rand(20_000, 1, generator=torch.Generator().manual_seed(0))
+    tokens = sample(logits.expand(20_000, -1), torch.ones(20_000), uniform)
+    counts = torch.bincount(tokens, minlength=4) / 20_000
+    assert counts[1] == 0
+    torch.testing.assert_close(counts, torch.tensor([0.1, 0.0, 0.6, 0.3]), atol=0.02, rtol=0)
+    assert sample(logits[None], torch.zeros(1), torch.zeros(1, 1)).tolist() == [2]

@@ -1,6 +1,7 @@
 """Train an EAGLE-3 head for a target on text that the target writes itself: `python -m stepgraph.model.drafters.train_eagle3`.
 
-Writes into the folder `--out`: `data/` (texts, in shards), `state.pt` (where training is), and `head/`, the head in the public
+Writes into the folder `--out`: `data/` (texts, in shards), `state.pt` (where training is), `hidden.bin` (the target's hidden
+states; may be deleted when training has ended), and `head/`, the head in the public
 layout with its `card.json`. Run again with the same arguments it goes on where it was; more `--data-minutes` or `--max-tokens`
 add to the data, but not once training has begun.
 """
@@ -51,6 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--inner", type=int, help="MLP width of the head (default: the target's)")
     add("--frozen-head", action=argparse.BooleanOptionalAction, default=True, help="keep the target's output rows")
     add("--warm-start", action=argparse.BooleanOptionalAction, default=True, help="start from the target's last layer")
+    add(
+        "--store-hidden",
+        action=argparse.BooleanOptionalAction,
+        help="keep the target's hidden states on disk (default: on CPUs)",
+    )
     add("--seed", type=int, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the target; auto measures which is faster")
@@ -121,8 +127,10 @@ def train(args: argparse.Namespace) -> dict:
     ids = corpus.draft_vocabulary(min(args.draft_vocab, vocab), vocab).to(target.device)
     head = new_head(target, ids, seed=args.seed, warm=args.warm_start, kv_heads=args.kv_heads, inner=args.inner)
     options = TrainOptions(
-        args.passes, args.batch_tokens, args.lr, args.frozen_head, args.epochs, args.train_tokens, args.train_minutes, args.seed
-    )
+        passes=args.passes, batch_tokens=args.batch_tokens, lr=args.lr, frozen_head=args.frozen_head, epochs=args.epochs,
+        train_tokens=args.train_tokens, minutes=args.train_minutes, seed=args.seed,
+        store_hidden=args.device == "cpu" if args.store_hidden is None else args.store_hidden,
+    )  # fmt: skip
     trainer = Trainer(target, head, corpus, options, state)
     trainer.run()
     save_eagle3(head, args.out / "head")

@@ -15,6 +15,7 @@ from stepgraph.model.drafters.train_eagle3 import main
 from stepgraph.model.drafters.training.corpus import Corpus
 from stepgraph.model.drafters.training.dense import DenseCache, target_forward
 from stepgraph.model.drafters.training.generate import sample, write_texts
+from stepgraph.model.drafters.training.hidden_store import HiddenStore
 from stepgraph.model.drafters.training.loss import Teacher, soft_cross_entropy, teacher_of
 from stepgraph.model.drafters.training.templates import template_prompts
 from stepgraph.model.drafters.training.trainer import Trainer
@@ -157,6 +158,30 @@ def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, m
     assert main(arguments(broken, **small)) == 0
     first, second = (load_file(out / "head" / "model.safetensors") for out in (whole, broken))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_stored_hidden_states_are_those_that_would_be_recomputed(tmp_path):
+    small = {"max-tokens": 1500, "train-tokens": 6000}
+    heads = []
+    for name in ("--store-hidden", "--no-store-hidden"):
+        out = tmp_path / name
+        assert main([*arguments(out, **small), name]) == 0
+        assert (out / "hidden.bin").exists() == (name == "--store-hidden")
+        heads.append(load_file(out / "head" / "model.safetensors"))
+    target = load_model("random:tiny-llama").model
+    corpus = Corpus(tmp_path / "--store-hidden" / "data")
+    store = HiddenStore(tmp_path / "--store-hidden" / "hidden.bin", corpus, 4 * 64)
+    batch = corpus.batch([3, 1])
+    layers = load_eagle3(tmp_path / "--store-hidden" / "head", target).eagle.feature_layers
+    with torch.no_grad():
+        states = torch.cat(target_forward(target, batch.tokens, torch.arange(batch.tokens.shape[1])[None], layers), -1)
+    kept = store.get(batch)
+    for row, length in enumerate(batch.lengths.tolist()):
+        torch.testing.assert_close(kept[row, :length].float(), states[row, :length], rtol=2**-8, atol=1e-6)
+        assert not kept[row, length:].any()
+    # Rounding moves the trained weights little.
+    assert all((heads[0][name].float() - heads[1][name].float()).abs().mean() < 0.02 for name in heads[0])
+    assert HiddenStore(tmp_path / "--store-hidden" / "hidden.bin", corpus, 8).get(batch) is None
 
 
 def interrupting(method, call: int):

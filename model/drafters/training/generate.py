@@ -78,8 +78,13 @@ def write_texts(
                 lengths[row], last[row], temperature[row] = len(prompt) - 1, prompt[-1], rng.choice(temperatures)
                 fresh.append(row)
             _prefill(target, cache, [(row, texts[row].tokens[:-1]) for row in fresh])
-        if all(text is None for text in texts):
+        busy = [row for row in range(rows) if texts[row] is not None]
+        if not busy:
             return
+        if exhausted and 2 * len(busy) <= rows:  # the tail: no more prompts, so idle rows would only cost time
+            cache.storage = cache.storage[:, :, torch.tensor(busy, device=device)]
+            lengths, last, temperature = (values[busy] for values in (lengths, last, temperature))
+            texts, rows = [texts[row] for row in busy], len(busy)
         seen = int(lengths.max()) + 1
         at = lengths[:, None].to(device)
         hidden, _ = target_forward(target, last[:, None].to(device), at, cache=cache, seen=seen)

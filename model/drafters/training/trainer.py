@@ -1,4 +1,4 @@
-"""The training loop: batches of texts, hidden states recomputed, the head unrolled, one optimiser step each."""
+"""The training loop: batches of texts, the target's hidden states, the head unrolled, one optimiser step each."""
 
 import math
 import os
@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from stepgraph.model.drafters.training.corpus import Batch, Corpus
 from stepgraph.model.drafters.training.dense import target_forward
+from stepgraph.model.drafters.training.hidden_store import HiddenStore
 from stepgraph.model.drafters.training.loss import Teacher, soft_cross_entropy, teacher_of
 from stepgraph.model.drafters.training.unroll import shifted, unroll
 from stepgraph.model.eagle3_head import Eagle3Head
@@ -37,6 +38,8 @@ class TrainOptions:
         train_tokens: tokens to train on.
         minutes: wall time to stop at, None for no limit; the learning rate then follows the clock, and runs differ.
         seed: of the order of texts.
+        store_hidden: compute the target's hidden states once, and keep them in a file in bfloat16 (for SmolLM2-135M 4.6 KB a
+            token), instead of in every epoch.
     """
 
     passes: int = 3
@@ -47,6 +50,7 @@ class TrainOptions:
     train_tokens: int | None = None
     minutes: float | None = None
     seed: int = 0
+    store_hidden: bool = False
 
 
 class Measured(NamedTuple):
@@ -64,6 +68,8 @@ class Trainer:
 
     def __init__(self, target: Transformer, head: Eagle3Head, corpus: Corpus, options: TrainOptions, state: Path):
         self.target, self.head, self.corpus, self.options, self.state = target, head, corpus, options, state
+        width = head.fc_weight.shape[1] + target.config.hidden_size
+        self.store = HiddenStore(state.with_name("hidden.bin"), corpus, width) if options.store_hidden else None
         held_out = set(corpus.held_out())
         self.trained_on = [i for i in range(len(corpus.texts)) if i not in held_out] or sorted(held_out)
         each = sum(len(corpus.texts[i].tokens) for i in self.trained_on)
@@ -160,13 +166,26 @@ class Trainer:
         self.tokens += int(batch.lengths.sum())
         return _means([[float(loss.detach()), int(hits), rows] for loss, hits, rows in passes])
 
+    def _states(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Final hidden states and features of a batch, `[B, T, ..]`, in the target's dtype."""
+        kept = self.store.get(batch) if self.store is not None else None
+        if kept is None:
+            at = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            kept = torch.cat(target_forward(self.target, tokens, at, self.head.eagle.feature_layers), -1)
+            if self.store is not None:
+                # Rounded at the first use as at every later one, so that it does not matter where a run was interrupted.
+                kept = kept.to(torch.bfloat16)
+                self.store.put(batch, kept)
+        hidden = self.target.config.hidden_size
+        return tuple(kept.to(tokens.device, self.target.dtype).split([hidden, kept.shape[-1] - hidden], -1))
+
     def _forward(self, batch: Batch) -> list[tuple[Tensor, Tensor, int]]:
         """Summed loss, agreements and the number of rows of each pass."""
         device, head = self.target.device, self.head
         tokens = batch.tokens.to(device)
         at = torch.arange(tokens.shape[1], device=device)
         with torch.no_grad():
-            hidden, features = target_forward(self.target, tokens, at[None], head.eagle.feature_layers)
+            hidden, features = self._states(batch, tokens)
             # The law after position p is wanted where the token at p + 1 is the target's own.
             wanted = ((at >= batch.prompt_lens[:, None].to(device) - 1) & (at < batch.lengths[:, None].to(device))).flatten()
             place = wanted.cumsum(0) - 1

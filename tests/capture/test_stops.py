@@ -124,8 +124,8 @@ def test_no_draft_from_a_column_on(continuation, first_missing):
     place(step, 0, PROMPT)
     step.drafter.script[0, len(PROMPT) + first_missing] = -1  # later columns hold tokens again: they must not count
     embedded = []
-    hidden = step.target.hidden
-    step.target.hidden = lambda tokens, *rest: (embedded.append(tokens.clone()), hidden(tokens, *rest))[1]
+    forward = step.target.hidden_and_features
+    step.target.hidden_and_features = lambda tokens, *rest: (embedded.append(tokens.clone()), forward(tokens, *rest))[1]
     run(step, [0], 5)
     assert step.state.drafted_at[0].tolist() == [1] * first_missing + [0] * (5 - first_missing)
     assert step.state.accepted_at[0].tolist() == step.state.drafted_at[0].tolist()

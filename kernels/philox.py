@@ -32,9 +32,14 @@ class Stream(IntEnum):
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words of 32 random bits, as int64 tensors of the broadcast shape of the arguments (int64, values below 2^32)."""
-    if all(word.device.type == "cpu" for word in (*counter, *key)):
-        return _philox_numpy(counter, key)
+    """Four words of 32 random bits, as int64 tensors of the broadcast shape of the arguments (int64, values below 2^32).
+
+    On the CPU NumPy computes them: it has unsigned integers, and a step asks for few numbers by many small operations.
+    """
+    return (philox_numpy if all(t.is_cpu for t in (*counter, *key)) else philox_torch)(counter, key)
+
+
+def philox_torch(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -45,16 +50,21 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def _philox_numpy(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same words by NumPy, whose operators on small arrays cost a tenth of PyTorch's."""
-    c0, c1, c2, c3, k0, k1 = (word.numpy().view(np.uint64) for word in (*counter, *key))
-    mask, half = np.uint64(_MASK), np.uint64(32)
-    m0, m1, w0, w1 = (np.uint64(value) for value in (*_MULTIPLIERS, *_WEYL))
+def philox_numpy(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    c0, c1, c2, c3 = (t.numpy() for t in torch.broadcast_tensors(*counter))
+    even, odd = np.stack([c0, c2]).astype(np.uint64), np.stack([c1, c3]).astype(np.uint32)
+    round_key = np.stack([t.numpy() for t in torch.broadcast_tensors(*key)]).astype(np.uint32)
+    pair = (2,) + (1,) * max(c0.ndim, round_key.ndim - 1)
+    multipliers, weyl = (
+        np.array(pair_of, dtype).reshape(pair) for pair_of, dtype in ((_MULTIPLIERS, np.uint64), (_WEYL, np.uint32))
+    )
     for _ in range(10):
-        p0, p1 = c0 * m0, c2 * m1
-        c0, c1, c2, c3 = (p1 >> half) ^ c1 ^ k0, p1 & mask, (p0 >> half) ^ c3 ^ k1, p0 & mask
-        k0, k1 = (k0 + w0) & mask, (k1 + w1) & mask
-    return tuple(torch.from_numpy(word.view(np.int64)) for word in (c0, c1, c2, c3))
+        product = (even * multipliers)[::-1]
+        even = (product >> np.uint64(32)).astype(np.uint32) ^ odd ^ round_key
+        odd, even = product.astype(np.uint32), even.astype(np.uint64)
+        round_key = round_key + weyl
+    (c0, c2), (c1, c3) = even.astype(np.int64), odd.astype(np.int64)
+    return tuple(torch.from_numpy(word) for word in (c0, c1, c2, c3))
 
 
 def _split_seed(seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,8 +85,21 @@ def exponential(seed: Tensor, position: Tensor, base: Tensor, stream: Stream, si
 
     Small values, which win races, have the finest resolution (2^−33); zero and infinity cannot occur.
     """
+    words = _lane_words(seed, position, base, stream, torch.arange(-(-size // 4), device=position.device))
+    return _exponential_of(words.flatten(1)[:, :size])
+
+
+def exponential_at(seed: Tensor, position: Tensor, base: Tensor, stream: Stream, entries: Tensor) -> Tensor:
+    """`exponential(…)[:, entries]` for `[n]` int64 vocabulary entries, without the numbers of all the others."""
+    words = _lane_words(seed, position, base, stream, entries // 4)
+    return _exponential_of(words.gather(-1, (entries % 4).expand(len(seed), -1)[..., None])[..., 0])
+
+
+def _lane_words(seed: Tensor, position: Tensor, base: Tensor, stream: Stream, lanes: Tensor) -> Tensor:
+    """`[N, lanes, 4]` int64 words."""
     seed, position, base = (t[:, None] for t in (seed, position, base))
-    lanes = torch.arange(-(-size // 4), device=position.device)[None]
-    words = philox((lanes, position, base, torch.full_like(position, int(stream))), _split_seed(seed))
-    words = torch.stack(words, dim=-1).flatten(1)[:, :size]
+    return torch.stack(philox((lanes[None], position, base, torch.full_like(position, int(stream))), _split_seed(seed)), -1)
+
+
+def _exponential_of(words: Tensor) -> Tensor:
     return -torch.log(1.0 - (words.to(torch.float64) + 0.5) * 2.0**-32)

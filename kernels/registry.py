@@ -85,7 +85,7 @@ def register(
     *,
     reference: Callable,
     fake: Callable,
-    cpu: Callable | None = None,
+    cpu: Callable | str | None = None,
     triton: str | None = None,
     cuda: Callable | None = None,
 ) -> torch._ops.OpOverload:
@@ -95,7 +95,8 @@ def register(
         schema: the op's schema without its namespace, e.g. `"silu_mul(Tensor gate_up) -> Tensor"`.
         reference: the specification; eager torch, any float dtype, no host read, so that it can be captured on any device.
         fake: the shape function, used under FakeTensorMode.
-        cpu: a faster implementation for the CPU; there it may read lengths on the host, since the op is opaque to a trace.
+        cpu: a faster implementation for the CPU; there it may read lengths on the host, since the op is opaque to a trace;
+            a function, or where it is, as below.
         triton: `"module:function"` of the Triton launcher; imported when it is first asked for.
         cuda: picks between implementations by argument; default the Triton launcher.
     """

@@ -8,6 +8,7 @@ Gumbel-max trick without its logarithms: no sum over the vocabulary is needed, a
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.checks import check_rows, check_tensor
 from stepgraph.kernels.norm import accumulation_dtype
 from stepgraph.kernels.philox import Stream, exponential
 from stepgraph.kernels.registry import register
@@ -33,6 +34,18 @@ def greedy_tokens(logits: Tensor) -> Tensor:
     return best.to(torch.uint8).argmax(-1)  # of equal maxima, the first
 
 
+def check_law(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+    """Raise a ValueError where `token_law` has no meaning."""
+    check_tensor("token_law", "logits", logits, (None, None))
+    check_rows("token_law", len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def check_draw(weights: Tensor, seed: Tensor, position: Tensor, base: Tensor) -> None:
+    """Raise a ValueError where `draw` has no meaning."""
+    check_tensor("draw", "weights", weights, (None, None))
+    check_rows("draw", len(weights), seed=seed, position=position, base=base)
+
+
 def token_law_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The law each row is sampled from.
 
@@ -46,6 +59,7 @@ def token_law_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     Returns:
         `[N, V]` probabilities in float32 (float64 for float64 logits).
     """
+    check_law(logits, temperature, top_k, top_p, min_p)
     dtype = accumulation_dtype(logits.dtype)
     greedy = (temperature <= 0)[:, None]
     one_hot = torch.nn.functional.one_hot(greedy_tokens(logits), logits.shape[-1]).to(dtype)
@@ -56,64 +70,48 @@ def token_law_reference(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
     # p(x) ≥ min_p p(max), without rounding either side by the sum.
     kept = scaled >= min_p[:, None].to(dtype).log()
     order = torch.argsort(scaled, dim=-1, descending=True, stable=True)
-    ranked_kept = kept.gather(-1, order)
     rank = torch.arange(logits.shape[-1], device=logits.device)
-    ranked_kept = ranked_kept & ((top_k[:, None] <= 0) | (rank < top_k[:, None]))
-    ranked_law = torch.where(ranked_kept, law.gather(-1, order), 0.0)
-    ranked_law = ranked_law / ranked_law.sum(-1, keepdim=True)
-    mass_before = ranked_law.cumsum(-1) - ranked_law
-    ranked_kept = ranked_kept & ((rank == 0) | (mass_before < top_p[:, None].to(dtype)) | (top_p[:, None] >= 1))
+    ranked_kept = kept.gather(-1, order) & ((top_k[:, None] <= 0) | (rank < top_k[:, None]))
+    mass = torch.where(ranked_kept, law.gather(-1, order), 0.0)
+    mass_before = mass.cumsum(-1) - mass
+    # Summed by id, so that whoever knows the set need not rank it.
+    total = torch.zeros_like(law).scatter(-1, order, mass).cumsum(-1)[:, -1:]
+    enough = mass_before >= top_p[:, None].to(dtype) * total
+    ranked_kept = ranked_kept & ((rank == 0) | ~enough | (top_p[:, None] >= 1))
     kept = torch.zeros_like(kept).scatter(-1, order, ranked_kept)
 
     law = torch.where(kept, scaled, -torch.inf).softmax(-1)
     return torch.where(greedy, one_hot, law)
 
 
-def token_law_cpu(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Same contract; sorts only the rows that ask for it, and takes the arg-max alone for greedy rows."""
-    law = torch.zeros(logits.shape, dtype=accumulation_dtype(logits.dtype))
-    sampled = temperature > 0
-    filtered = sampled & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    greedy, plain, filtered = (rows.nonzero().flatten() for rows in (~sampled, sampled & ~filtered, filtered))
-    if len(greedy):
-        law[greedy, greedy_tokens(logits[greedy])] = 1.0
-    if len(plain):
-        wide = finite_logits(logits[plain].to(law.dtype))
-        law[plain] = ((wide - wide.amax(-1, keepdim=True)) / temperature[plain, None].to(law.dtype)).softmax(-1)
-    if len(filtered):
-        params = (tensor[filtered] for tensor in (temperature, top_k, top_p, min_p))
-        law[filtered] = token_law_reference(logits[filtered], *params)
-    return law
-
-
 def draw_reference(weights: Tensor, seed: Tensor, position: Tensor, base: Tensor, stream: int) -> Tensor:
     """`weights [N, V]` (non-negative, need not sum to 1), int64 `[N]` counters -> `[N]` int64 tokens drawn ∝ weights."""
+    check_draw(weights, seed, position, base)
     race = weights.to(torch.float64) / exponential(seed, position, base, Stream(stream), weights.shape[-1])
     return race.argmax(-1)
 
 
-def draw_cpu(weights: Tensor, seed: Tensor, position: Tensor, base: Tensor, stream: int) -> Tensor:
-    """Same contract; rows with a single possible token (greedy ones) need no noise."""
-    tokens = weights.argmax(-1)
-    rows = ((weights > 0).sum(-1) > 1).nonzero().flatten()
-    if len(rows):
-        tokens[rows] = draw_reference(weights[rows], seed[rows], position[rows], base[rows], stream)
-    return tokens
+def _fake_law(logits, temperature, top_k, top_p, min_p):
+    check_law(logits, temperature, top_k, top_p, min_p)
+    return logits.new_empty(logits.shape, dtype=accumulation_dtype(logits.dtype))
+
+
+def _fake_draw(weights, seed, position, base, stream):
+    check_draw(weights, seed, position, base)
+    return seed.new_empty(seed.shape)
 
 
 token_law = register(
     "token_law(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p) -> Tensor",
     reference=token_law_reference,
-    cpu=token_law_cpu,
+    cpu="stepgraph.kernels.sampling_cpu:token_law_cpu",
     triton="stepgraph.kernels.sampling_triton:token_law_triton",
-    fake=lambda logits, temperature, top_k, top_p, min_p: logits.new_empty(
-        logits.shape, dtype=accumulation_dtype(logits.dtype)
-    ),
+    fake=_fake_law,
 )
 draw = register(
     "draw(Tensor weights, Tensor seed, Tensor position, Tensor base, int stream) -> Tensor",
     reference=draw_reference,
-    cpu=draw_cpu,
+    cpu="stepgraph.kernels.sampling_cpu:draw_cpu",
     triton="stepgraph.kernels.sampling_triton:draw_triton",
-    fake=lambda weights, seed, position, base, stream: seed.new_empty(seed.shape),
+    fake=_fake_draw,
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch
 from stepgraph.kernels.philox_triton import exponential_at
 from stepgraph.kernels.row_law_triton import law_tile, row_law
+from stepgraph.kernels.sampling import check_draw, check_law
 
 BLOCK = 1024
 # Tiles of one program of a race. Part of the launch's shape only: an arg-max does not depend on how it is split.
@@ -46,6 +47,7 @@ def token_law_kernel(
 
 def token_law_triton(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Same contract as `token_law_reference`; two launches."""
+    check_law(logits, temperature, top_k, top_p, min_p)
     logits = dense(logits)
     rows, vocab = logits.shape
     law = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
@@ -124,6 +126,7 @@ def race_end_kernel(
 def draw_triton(weights: Tensor, seed: Tensor, position: Tensor, base: Tensor, stream: int) -> Tensor:
     """Same contract as `draw_reference`; two launches."""
     check_kernel_dtype("draw", weights)
+    check_draw(weights, seed, position, base)
     weights = dense(weights)
     rows, vocab = weights.shape
     splits = triton.cdiv(vocab, BLOCK * TILES)

@@ -39,7 +39,7 @@ def transform_logits_reference(
 
     Args:
         logits: `[B, k+1, V]`; written.
-        draft_tokens: `[B, k]` int64, −1 for "no draft".
+        draft_tokens: `[B, k]` int64, −1 for "no draft"; ids outside the vocabulary count as that.
         slots: `[B]` int64, each row's request.
         base: `[B]` int64, position of the last committed token; row i decides about position base + 1 + i.
         history: `[S, max_len]` int64, tokens by position.
@@ -62,7 +62,7 @@ def transform_logits_reference(
         return zero.scatter_add(-1, torch.where(of, tokens, 0), of.to(torch.int32))
 
     seen, said = [counts(text, committed)], [counts(text, answer)]
-    drafted = (draft_tokens >= 0).to(torch.int64).cumprod(-1) > 0
+    drafted = ((draft_tokens >= 0) & (draft_tokens < vocab)).to(torch.int64).cumprod(-1) > 0
     for column in range(query_len - 1):
         one = counts(draft_tokens[:, column : column + 1], drafted[:, column : column + 1])
         seen.append(seen[-1] + one)

@@ -75,7 +75,7 @@ def transform_logits_kernel(
             tl.store(pointers, x.to(logits_ptr.dtype.element_ty), mask=inside)
             if i < K:
                 token = tl.load(draft_tokens_ptr + b * K + i)
-                drafted = drafted & (token >= 0).to(tl.int32)
+                drafted = drafted & ((token >= 0) & (token < vocab)).to(tl.int32)
                 one = tl.where((ids == token) & (drafted > 0), 1, 0)
                 seen += one
                 said += one

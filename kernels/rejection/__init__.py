@@ -4,13 +4,14 @@ import torch
 
 from stepgraph.kernels.registry import register
 from stepgraph.kernels.rejection.cpu import rejection_sample_cpu
-from stepgraph.kernels.rejection.decide import Verify
+from stepgraph.kernels.rejection.decide import Verify, check_arguments
 from stepgraph.kernels.rejection.reference import rejection_sample_reference
 
 __all__ = ["Verify", "rejection_sample", "rejection_sample_reference"]
 
 
-def _fake(logits, draft_tokens, *_, **__):
+def _fake(logits, *arguments, **options):
+    check_arguments(logits, *arguments, **options)
     batch, query_len = logits.shape[:2]
     return tuple(
         torch.empty(shape, dtype=torch.int64, device=logits.device) for shape in ((batch, query_len), (batch,), (batch,))

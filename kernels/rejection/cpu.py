@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.rejection.decide import Verify
+from stepgraph.kernels.rejection.decide import Verify, check_arguments, drafted_columns
 from stepgraph.kernels.rejection.reference import rejection_sample_reference
-from stepgraph.kernels.sampling import greedy_tokens
+from stepgraph.kernels.sampling_cpu import greedy_tokens_cpu
 
 
 def rejection_sample_cpu(
@@ -23,7 +23,10 @@ def rejection_sample_cpu(
     one_hot: Tensor | None = None,
     d2t: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same contract as `rejection_sample_reference`."""
+    """Same contract as `rejection_sample_reference`, and a ValueError for a d2t that leaves the target's vocabulary."""
+    check_arguments(logits, draft_tokens, draft_law, temperature, top_k, top_p, min_p, seed, base, method, rates, one_hot, d2t)
+    if d2t is not None and len(wrong := d2t[(d2t < 0) | (d2t >= logits.shape[2])]):
+        raise ValueError(f"rejection_sample: d2t has {int(wrong[0])}; allowed are ids from 0 to {logits.shape[2] - 1}")
     synthetic = method is not None and bool((method == Verify.SYNTHETIC).any())
     if bool((temperature <= 0).all()) and not synthetic:
         return _all_greedy(logits, draft_tokens)
@@ -40,13 +43,10 @@ def rejection_sample_cpu(
 
 def _all_greedy(logits: Tensor, draft_tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Every method accepts the drafts that are the arg-max, and the arg-max follows."""
-    largest, best = logits.max(-1)
-    broken = ~largest.isfinite()
-    if broken.any():
-        best[broken] = greedy_tokens(logits[broken])
+    best, broken = greedy_tokens_cpu(logits)
     k = draft_tokens.shape[1]
-    count = (draft_tokens >= 0).to(torch.int64).cumprod(-1).sum(-1)
-    accepted = (draft_tokens == best[:, :k]).to(torch.int64).cumprod(-1).sum(-1)
+    drafted = drafted_columns(draft_tokens, logits.shape[2])
+    accepted = (drafted & (draft_tokens == best[:, :k])).to(torch.int64).cumprod(-1).sum(-1)
     column = torch.arange(k + 1)
-    repaired = (broken & (column <= count[:, None])).sum(-1)
+    repaired = (broken & (column <= drafted.sum(-1, keepdim=True))).sum(-1)
     return torch.where(column <= accepted[:, None], best, -1), accepted, repaired

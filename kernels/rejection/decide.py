@@ -14,6 +14,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.checks import check_rows, check_tensor
+
 
 class Verify(IntEnum):
     """How a request's drafts are verified; a number per row, so that it shapes no graph."""
@@ -21,6 +23,48 @@ class Verify(IntEnum):
     STANDARD = 0
     BLOCK = 1
     SYNTHETIC = 2
+
+
+def check_arguments(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    draft_law: Tensor | None,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    base: Tensor,
+    method: Tensor | None = None,
+    rates: Tensor | None = None,
+    one_hot: Tensor | None = None,
+    d2t: Tensor | None = None,
+) -> None:
+    """Raise a ValueError where `rejection_sample` has no meaning. Reads shapes and dtypes, no values."""
+    op = "rejection_sample"
+    check_tensor(op, "logits", logits, (None, None, None))
+    batch, k, vocab = logits.shape[0], logits.shape[1] - 1, logits.shape[2]
+    if k < 0 or vocab == 0:
+        raise ValueError(f"{op}: logits is {list(logits.shape)}; allowed is [B, k + 1, V] with k ≥ 0 and V ≥ 1")
+    check_tensor(op, "draft_tokens", draft_tokens, (batch, k), torch.int64)
+    check_rows(op, batch, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, base=base)
+    if method is not None:
+        check_rows(op, batch, method=method)
+    if rates is not None:
+        check_tensor(op, "rates", rates, (batch, None))
+        if rates.shape[1] < k:
+            raise ValueError(f"{op}: rates has {rates.shape[1]} columns; allowed are {k} or more, one for each draft")
+    if one_hot is not None:
+        check_tensor(op, "one_hot", one_hot, (batch,), torch.bool)
+    if d2t is not None:
+        check_tensor(op, "d2t", d2t, (None,), torch.int64)
+    if draft_law is not None:
+        check_tensor(op, "draft_law", draft_law, (batch, k, vocab if d2t is None else d2t.shape[0]))
+
+
+def drafted_columns(draft_tokens: Tensor, vocab: int) -> Tensor:
+    """`[B, k]` bool: columns before the first that holds no id of the target's vocabulary (−1 for "no draft")."""
+    return ((draft_tokens >= 0) & (draft_tokens < vocab)).to(torch.int64).cumprod(-1) > 0
 
 
 def subtract_draft(weights: Tensor, token: Tensor, law: Tensor | None, one_hot: Tensor | None) -> Tensor:
@@ -37,7 +81,8 @@ def subtract_draft(weights: Tensor, token: Tensor, law: Tensor | None, one_hot: 
         hot = weights.scatter_add(-1, token[..., None], -ones).clamp(min=0)
         if law is None:
             return hot
-    soft = (weights - law).clamp(min=0)
+    # Where q is NaN nothing is left: neither version of `max` can be relied on there.
+    soft = torch.where(weights > law, weights - law, 0.0)
     return soft if one_hot is None else torch.where(one_hot[:, None, None], hot, soft)
 
 
@@ -82,7 +127,9 @@ def block_count(
     k = u.shape[1]
     index = torch.arange(1, k + 1, device=u.device)  # draft i of the formula
     inner = scales[:, 1:k, None] * law[:, 1:k]
-    left = subtract_draft(inner, draft_tokens[:, 1:], None if draft_law is None else draft_law[:, 1:], one_hot).sum(-1)
+    left = subtract_draft(inner, draft_tokens[:, 1:], None if draft_law is None else draft_law[:, 1:], one_hot)
+    # One by one, so that the bits do not depend on how many rows and threads there are; `sum` splits a single row's terms.
+    left = left.cumsum(-1)[..., -1]
     left = torch.nn.functional.pad(left, (0, 1))
     scale, last = scales[:, 1:], index == count[:, None]
     below = torch.where(last, u < scale, u * (left + 1 - scale) < left)

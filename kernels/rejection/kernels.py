@@ -55,20 +55,33 @@ def draft_tile(draft_law_ptr, t2d_ptr, row, width, offsets, inside, token, hot, 
 
 
 @triton.jit
+def draft_at(ptr, vocab):
+    """The draft(s) at `ptr` as int32; −1 for "no draft", as is any id that the target does not have."""
+    token = tl.load(ptr)
+    return tl.where((token >= 0) & (token < vocab), token, -1).to(tl.int32)
+
+
+@triton.jit
 def draft_odds(
     logits_ptr, draft_tokens_ptr, draft_law_ptr, t2d_ptr, b, i, vocab, width, hot,
     largest_ptr, edge_ptr, last_ptr, total_ptr, repair_ptr, temperature,
     K: tl.constexpr, HAS_LAW: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
     """p and q of draft column i of requests b `[n]`; p = 0 where there is no draft."""
-    token = tl.load(draft_tokens_ptr + b * K + i).to(tl.int32)
+    token = draft_at(draft_tokens_ptr + b * K + i, vocab)
     at = tl.maximum(token, 0)
     row = b * (K + 1) + i
     p = target_tile(
-        logits_ptr, row, vocab, at, at < vocab, largest_ptr, edge_ptr, last_ptr, total_ptr, repair_ptr, temperature
+        logits_ptr, row, vocab, at, token >= 0, largest_ptr, edge_ptr, last_ptr, total_ptr, repair_ptr, temperature
     )  # fmt: skip
-    q = draft_tile(draft_law_ptr, t2d_ptr, b * K + i, width, at, at < vocab, token, hot, HAS_LAW, HAS_MAP)
-    return tl.where(token >= 0, p, 0.0), q
+    q = draft_tile(draft_law_ptr, t2d_ptr, b * K + i, width, at, token >= 0, token, hot, HAS_LAW, HAS_MAP)
+    return p, q
+
+
+@triton.jit
+def remainder(weight, q):
+    """max(weight − q, 0); 0 where q is NaN, which `tl.maximum` would decide by version."""
+    return tl.where(weight > q, weight - q, 0.0)
 
 
 @triton.jit
@@ -106,7 +119,7 @@ def block_residual_kernel(
     temperature = tl.load(temperature_ptr + b)
     left = tl.zeros([BLOCK], tl.float32)
     # Draft i is not the last one only if there is a draft after it.
-    token = tl.load(draft_tokens_ptr + b * K + i).to(tl.int32)
+    token = draft_at(draft_tokens_ptr + b * K + i, vocab)
     if (tl.load(method_ptr + b) == BLOCK_METHOD) & (token >= 0):
         hot = row_flag(one_hot_ptr, b, HAS_ONE_HOT)
         scale = tl.full([1], 1.0, tl.float32)
@@ -124,7 +137,7 @@ def block_residual_kernel(
                 temperature,
             )  # fmt: skip
             q = draft_tile(draft_law_ptr, t2d_ptr, b * K + i, width, offsets, inside, token, hot, HAS_LAW, HAS_MAP)
-            left += tl.maximum(scale * p - q, 0.0)
+            left += remainder(scale * p, q)
     tl.store(left_ptr + b * K + i - 1, tl.sum(left, axis=0))
 
 
@@ -172,7 +185,7 @@ def accept_kernel(
     count = tl.zeros([ROWS], tl.int32)
     standing = tl.full([ROWS], 1, tl.int32)
     for i in tl.static_range(K):
-        standing = standing & (tl.load(draft_tokens_ptr + b * K + i) >= 0).to(tl.int32)
+        standing = standing & (draft_at(draft_tokens_ptr + b * K + i, vocab) >= 0).to(tl.int32)
         count += standing
 
     accepted = tl.zeros([ROWS], tl.int32)
@@ -256,10 +269,10 @@ def final_race_kernel(
         if K > 0:  # noqa: SIM102 (one is decided when compiling)
             if from_residual:
                 column = tl.minimum(accepted, K - 1)
-                token = tl.load(draft_tokens_ptr + b * K + column).to(tl.int32)
+                token = draft_at(draft_tokens_ptr + b * K + column, vocab)
                 hot = row_flag(one_hot_ptr, b, HAS_ONE_HOT)
                 q = draft_tile(draft_law_ptr, t2d_ptr, b * K + column, width, offsets, inside, token, hot, HAS_LAW, HAS_MAP)
-                left = tl.maximum(scale * p - q, 0.0)
+                left = remainder(scale * p, q)
                 race = tl.where(inside, left.to(tl.float64) / noise, -1.0)
                 best_left, winner_left = best_of(race, offsets, best_left, winner_left)
     splits = tl.num_programs(1)

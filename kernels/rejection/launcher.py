@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch
+from stepgraph.kernels.rejection.decide import check_arguments
 from stepgraph.kernels.rejection.kernels import accept_kernel, block_residual_kernel, emit_kernel, final_race_kernel
 from stepgraph.kernels.row_law_triton import row_law
 from stepgraph.kernels.sampling_triton import BLOCK, TILES
@@ -30,6 +31,7 @@ def rejection_sample_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same contract as `rejection_sample_reference`; five launches (four without a method or with one draft)."""
     check_kernel_dtype("rejection_sample", logits, draft_law)
+    check_arguments(logits, draft_tokens, draft_law, temperature, top_k, top_p, min_p, seed, base, method, rates, one_hot, d2t)
     logits = dense(logits)
     batch, query_len, vocab = logits.shape
     k, device = query_len - 1, logits.device

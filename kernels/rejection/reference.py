@@ -14,6 +14,8 @@ from stepgraph.kernels.rejection.decide import (
     Verify,
     block_count,
     block_scales,
+    check_arguments,
+    drafted_columns,
     standard_count,
     subtract_draft,
     synthetic_count,
@@ -40,7 +42,8 @@ def rejection_sample_reference(
 
     Args:
         logits: `[B, k+1, V]` target logits; row i follows draft i.
-        draft_tokens: `[B, k]` int64; −1 for "no draft" (from the first −1 on, nothing counts as a draft).
+        draft_tokens: `[B, k]` int64; −1 for "no draft". From the first −1, or id that the target does not have, nothing
+            counts as a draft.
         draft_law: `[B, k, V]`, the very laws the drafts were drawn from, or None when every draft is one-hot.
         temperature, top_k, top_p, min_p: `[B]`, see `token_law`.
         seed: `[B]` int64 request seeds.
@@ -48,13 +51,17 @@ def rejection_sample_reference(
         method: `[B]` int64 `Verify`; None is standard for all.
         rates: `[B, ≥ k]` float32, acceptance rates by position for synthetic rows; None when there are none.
         one_hot: `[B]` bool, rows whose drafts are one-hot although a law is given (a greedy drafter); None for no such row.
-        d2t: `[D]` int64, target ids of a reduced draft vocabulary; `draft_law` is then `[B, k, D]`. Draft tokens are always
-            target ids.
+        d2t: `[D]` int64, target ids of a reduced draft vocabulary, each once; `draft_law` is then `[B, k, D]`. Draft tokens
+            are always target ids.
 
     Returns:
         emitted `[B, k+1]` int64, padded with −1; accepted `[B]` int64; repaired `[B]` int64, how many of the rows that follow
         a draft (or the last token) held NaN, +inf or nothing but −inf.
+
+    Raises:
+        ValueError: a shape or a dtype that is not the one above.
     """
+    check_arguments(logits, draft_tokens, draft_law, temperature, top_k, top_p, min_p, seed, base, method, rates, one_hot, d2t)
     batch, query_len, vocab = logits.shape
     k = query_len - 1
 
@@ -68,9 +75,9 @@ def rejection_sample_reference(
 
     column = torch.arange(query_len, device=logits.device)
     position = base[:, None] + 1 + column
-    drafted = (draft_tokens >= 0).to(torch.int64).cumprod(-1) > 0
+    drafted = drafted_columns(draft_tokens, vocab)
     count = drafted.sum(-1)
-    token = draft_tokens.clamp(min=0)
+    token = torch.where(drafted, draft_tokens, 0)
     repaired = (needs_repair(logits) & (column <= count[:, None])).sum(-1)
 
     p = law[:, :k].gather(-1, token[..., None])[..., 0]
@@ -101,7 +108,7 @@ def rejection_sample_reference(
         if method is not None:
             from_residual = from_residual & (method != Verify.SYNTHETIC)
         # p and q can agree to the last bit where a rejection was decided by rounding: any token of p is then right.
-        from_residual = from_residual & (left.sum(-1) > 0)
+        from_residual = from_residual & (left > 0).any(-1)
         weights = torch.where(from_residual[:, None], left, weights)
     final = draw(weights, seed, base + 1 + accepted, base, int(Stream.TARGET))
 

@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2, kstest
 
 import stepgraph.kernels.philox as philox_module
-from stepgraph.kernels.philox import Stream, exponential, philox, uniform
+from stepgraph.kernels.philox import Stream, exponential, philox, philox_numpy, philox_torch, uniform
 
 ONES = 0xFFFFFFFF
 
@@ -48,7 +48,8 @@ def test_known_answers_of_random123(counter, key, expected):
     assert words(counter, key) == list(expected)
 
 
-def test_equals_unbounded_integers_and_broadcasts():
+@pytest.mark.parametrize("philox", [philox, philox_torch, philox_numpy])
+def test_equals_unbounded_integers_and_broadcasts(philox):
     rng = np.random.default_rng(0)
     counters = rng.integers(0, 2**32, (64, 4)).tolist()
     keys = rng.integers(0, 2**32, (5, 2)).tolist()

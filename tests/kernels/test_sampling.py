@@ -9,15 +9,8 @@ from hypothesis import strategies as st
 
 import stepgraph.kernels.sampling as sampling
 from stepgraph.kernels.philox import Stream
-from stepgraph.kernels.sampling import (
-    draw,
-    draw_cpu,
-    draw_reference,
-    greedy_tokens,
-    token_law,
-    token_law_cpu,
-    token_law_reference,
-)
+from stepgraph.kernels.sampling import draw, draw_reference, greedy_tokens, token_law, token_law_reference
+from stepgraph.kernels.sampling_cpu import draw_cpu, token_law_cpu
 
 LAWS = {"reference": token_law_reference, "op": token_law}
 NAN, INF = math.nan, math.inf

@@ -4,8 +4,12 @@ import math
 
 import pytest
 import torch
+from rejection_cases import CASES, assert_valid
 
+import stepgraph.kernels.rejection.launcher as launcher_module
 import stepgraph.kernels.rejection.reference as reference_module
+import stepgraph.kernels.row_law_triton as row_law_module
+import stepgraph.kernels.sampling_triton as sampling_module
 from stepgraph.kernels.launch import LaunchSpec, launch
 from stepgraph.kernels.logprobs import record_logprobs_reference
 from stepgraph.kernels.logprobs_triton import record_logprobs_triton
@@ -76,17 +80,30 @@ def test_token_law_of_non_finite_rows():
         assert (row_law(logits, *plain).repair != 0).tolist() == [True, True, False, True, True, False]
 
 
-def test_token_law_over_a_wide_vocabulary():
-    """More tiles than any other test, thousands of ties; wider ones only repeat the loop (the reference has one of 262,144)."""
-    logits = torch.randn(1, 66_000, generator=generator(3)).to(torch.float16)
+@pytest.fixture
+def tiles(monkeypatch):
+    """Sets how many tokens a tile has: the interpreter's time goes by tiles, and short rows should have several."""
+
+    def of(size: int, of_program: int = 4) -> None:
+        for module in (row_law_module, sampling_module, launcher_module):
+            monkeypatch.setattr(module, "BLOCK", size)
+        for module in (sampling_module, launcher_module):
+            monkeypatch.setattr(module, "TILES", of_program)
+
+    return of
+
+
+def test_token_law_at_the_widest_vocabulary(tiles):
+    tiles(16_384)
+    logits = torch.randn(1, 262_144, generator=generator(3)).to(torch.float16)  # thousands of ties
     assert_laws(logits, torch.tensor([0.9]), torch.tensor([50]), torch.ones(1), torch.zeros(1))
 
 
 def test_draws_are_the_references():
-    weights = torch.randn(20, 4500, generator=generator(4)).softmax(-1)
+    weights = torch.randn(10, 4500, generator=generator(4)).softmax(-1)
     weights[0, 1:] = 0
-    seed = torch.randint(0, 2**62, (20,), generator=generator(5))
-    seed[1], position = 2**63 - 1, torch.arange(20) * 7
+    seed = torch.randint(0, 2**62, (10,), generator=generator(5))
+    seed[1], position = 2**63 - 1, torch.arange(10) * 7
     args = (weights, seed, position + 1, position, int(Stream.TARGET))
     with guarded_allocations():
         assert torch.equal(draw_triton(*args), draw_reference(*args))
@@ -108,22 +125,37 @@ def window(batch, k, vocab, seed=0, reduced=False):
     return logits, drafts, law, d2t
 
 
-@pytest.mark.parametrize(("k", "vocab"), [(0, 12), (1, 10), (3, 37)])
+@pytest.mark.parametrize(("k", "vocab"), [(0, 12), (1, 10), (3, 70)])
 @pytest.mark.parametrize("kind", ["sampled", "one-hot", "mixed", "reduced"])
-def test_rejection(k, vocab, kind):
-    batch = 10
+def test_rejection(k, vocab, kind, tiles):
+    """Rows of one tile, and of three in three programs."""
+    tiles(32, of_program=1)
+    batch = 6
     logits, drafts, law, d2t = window(batch, k, vocab, k, kind == "reduced")
     rows = torch.arange(batch)
     one_hot = rows % 3 == 1 if kind == "mixed" else None
     rates = torch.tensor([0.9, 0.7, 0.5]).expand(batch, 3)
     args = (logits, drafts, None if kind == "one-hot" else law, *parameters(batch), rows * 2**33 + 1, rows + 3)
-    options = (rows % 3, rates, one_hot, d2t)
-    # Without methods every row is standard: the same kernels with less to do, so one kind of draft is enough.
-    for extra in (options, *([(None, None, *options[2:])] if kind == "sampled" else [])):
+    options = [(rows % 3, rates, one_hot, d2t)]
+    if k == 1:  # a launcher of its own: no method at all
+        options.append((None, None, one_hot, d2t))
+    for extra in options:
         with guarded_allocations():
             actual = rejection_sample_triton(*args, *extra)
         for got, expected in zip(actual, rejection_sample_reference(*args, *extra), strict=True):
             assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rejection_of_cornered_inputs(name, tiles):
+    """Cases 7, 8 and 11, as the CPU is tested on them."""
+    tiles(16)
+    args = CASES[name]()
+    with guarded_allocations():
+        actual = rejection_sample_triton(*args)
+    assert_valid(args, *actual)
+    for got, expected in zip(actual, rejection_sample_reference(*args), strict=True):
+        assert torch.equal(got, expected)
 
 
 ROWS = 100_000
@@ -197,8 +229,8 @@ def test_decisions_over_many_rows():
 
 def test_numbers_are_the_references():
     """A draw over weights 1 races on the very numbers: the winner has the smallest."""
-    rows = torch.arange(40)
-    tokens = draw_triton(torch.ones(40, 300), rows * 2**40, rows, rows * 3, int(Stream.DRAFT))
+    rows = torch.arange(12)
+    tokens = draw_triton(torch.ones(12, 300), rows * 2**40, rows, rows * 3, int(Stream.DRAFT))
     assert torch.equal(tokens, exponential(rows * 2**40, rows, rows * 3, Stream.DRAFT, 300).argmin(-1))
 
 

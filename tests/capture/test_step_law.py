@@ -49,7 +49,7 @@ def with_draft_model(step, model) -> None:
 
 @pytest.mark.parametrize("drafter", ["ngram", "early-exit:1", "draft-model"])
 def test_law_across_replays(drafter):
-    """Cases 1, 2, 4 and 10 through whole steps: one-hot drafts, a drafter inside the target, a drafter beside it."""
+    """One-hot drafts (prompt look-up), drafts of a part of the target, and of a model beside it."""
     layers = 2 if drafter.startswith("early-exit") else 1
     model = tiny_model(5, vocab_size=VOCAB, num_layers=layers, dtype=torch.float32)
     with torch.no_grad():

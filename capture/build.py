@@ -87,6 +87,8 @@ class EngineOptions:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
         require_verify(self.verify)
+        if self.synthetic_rates is not None and self.drafter == "none":
+            raise ValueError("synthetic_rates needs a drafter whose drafts it can accept; drafter is 'none'")
         if self.mode not in list(Mode):
             raise ValueError(f"mode is {self.mode!r}; allowed are {', '.join(Mode)}")
 

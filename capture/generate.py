@@ -35,10 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, default=sampling.min_p)
     parser.add_argument("--seed", type=int, default=defaults.seed, help="prompt i is sampled with seed + i")
     parser.add_argument("--verify", default=defaults.verify, help=f"how drafts are verified: {', '.join(VERIFY)}")
+    parser.add_argument(
+        "--synthetic-acceptance", metavar="RATE,…",
+        help="NOT lossless, for timing only: accept draft i with the i-th of these probabilities; the text means nothing",
+    )  # fmt: skip
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     parser.add_argument("--stop-id", action="append", default=[], type=int, metavar="ID", help="end at this token (repeatable)")
     parser.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end-of-text tokens")
-    parser.add_argument("--min-tokens", type=int, default=sampling.min_tokens, help="no stop token before this many tokens")
+    parser.add_argument(
+        "--min-tokens", type=int, default=sampling.min_tokens, help="no stop token or text within this many tokens"
+    )
     parser.add_argument("--logit-bias", action="append", default=[], metavar="ID:NUMBER", help="add to a logit (repeatable)")
     parser.add_argument("--repetition-penalty", type=float, default=sampling.repetition_penalty, help="1 is none")
     parser.add_argument("--frequency-penalty", type=float, default=sampling.frequency_penalty)
@@ -75,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     options = EngineOptions(
         model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, max_batch=args.max_batch,
         max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
-        verify=args.verify, lag=args.lag,
+        verify=args.verify, lag=args.lag, synthetic_rates=_rates(args.synthetic_acceptance),
     )  # fmt: skip
 
     # Buckets that no prompt can fill would only be captured.
@@ -96,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         document = {
             "model": name,
             "drafter": args.drafter,
-            "verify": args.verify,
+            "verify": args.verify if options.synthetic_rates is None else "synthetic (not lossless)",
             "mode": args.mode,
             "device": str(engine.graphs.step.target.device),
             "dtype": args.dtype,
@@ -119,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     if args.graphs:
         print(file=out)
         graphs_table(engine.graphs.rows(), out)
+    if options.synthetic_rates is not None:
+        print(f"acceptance is SYNTHETIC ({args.synthetic_acceptance}), not lossless: only the timing means anything", file=out)
     if args.json == "-":
         print(json.dumps(document))
     return INTERRUPTED if engine.interrupted else 0
@@ -153,10 +161,22 @@ def _logit_bias(entries: list[str]) -> dict[int, float]:
     for entry in entries:
         token, _, number = entry.rpartition(":")
         try:
-            bias[int(token)] = float(number)
+            token, number = int(token), float(number)
         except ValueError:
             raise ValueError(f"--logit-bias is {entry!r}; allowed is ID:NUMBER, for example 11:-2.5") from None
+        if token in bias:
+            raise ValueError(f"--logit-bias names token {token} twice; allowed is once")
+        bias[token] = number
     return bias
+
+
+def _rates(text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(rate) for rate in text.split(","))
+    except ValueError:
+        raise ValueError(f"--synthetic-acceptance is {text!r}; allowed are numbers in [0, 1], as in 0.8,0.6") from None
 
 
 def _require_writable(option: str, path: str) -> None:

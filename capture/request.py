@@ -56,12 +56,14 @@ class SamplingParams:
         ignore_eos: do not stop at the model's end-of-text ids.
         draft_limit: most drafts per step for this request; 0 switches speculation off for it, None leaves it to the policy.
         stop: texts that end the request; the text ends before the first of them, the tokens with the one that completed it.
-        min_tokens: stop ids are impossible before this many tokens, 0 ≤ min_tokens ≤ max_new_tokens. Stop strings are not.
+        min_tokens: nothing ends the request within this many tokens, 0 ≤ min_tokens ≤ max_new_tokens: stop ids are impossible
+            there, and a stop string that is complete by then is text like any other.
         logit_bias: token id → number in [−100, 100] added to its logit; at most 128 tokens.
         repetition_penalty: in (0, 10]; divides positive and multiplies negative logits of tokens in prompt or answer.
         frequency_penalty: in [−2, 2]; subtracted once per occurrence in the answer.
         presence_penalty: in [−2, 2]; subtracted from every token that the answer has.
-        logprobs: return the log-probability of each token (see `stepgraph.kernels.logprobs`).
+        logprobs: return the log-probability of each token: of the law at temperature 1, with bias and penalties applied and
+            without top-k, top-p and min-p (see `stepgraph.kernels.logprobs`).
         verify: "standard" or "block" verification of drafts; None takes the engine's. Both are lossless.
     """
 
@@ -182,7 +184,8 @@ class Request:
             self.unsent += self.decoder.push(tokens) if self.decoder is not None else ""
         else:
             for index, token in enumerate(tokens):  # one by one, to know which token completes a stop string
-                self.unsent += self.stops.push(self.decoder.push([token]))
+                enough = len(self.output_ids) + index >= self.params.min_tokens
+                self.unsent += self.stops.push(self.decoder.push([token]), enough)
                 if self.stops.found:
                     kept = index + 1
                     break
@@ -202,7 +205,7 @@ class Request:
         rest = self.decoder.flush()
         if self.stops is None:
             return rest
-        rest = self.stops.push(rest)
+        rest = self.stops.push(rest, len(self.output_ids) > self.params.min_tokens)
         return rest if self.stops.found else rest + self.stops.flush()
 
     def output(self, reason: FinishReason) -> "RequestOutput":

@@ -1,10 +1,11 @@
 """Kernel microbenchmarks.
 
-    python -m stepgraph.kernels.bench attention|norm|silu|rope|linear [--json [PATH]] [--dtype bfloat16] [--small]
+    python -m stepgraph.kernels.bench attention|norm|silu|rope|linear|tail [--json [PATH]] [--dtype bfloat16] [--small]
 
 Each row: kernel, provider, x, cache (warm or cold L2), microseconds p20/p50/p80, GB/s and its share of the measured copy
 bandwidth, and what it ran on. A kernel is checked against float64 first; a wrong one is reported as such, never with a time.
-Without a GPU the references run, marked as such: that tests this program and says nothing about a kernel.
+Without a GPU the references run, marked as such: that tests this program and says nothing about a kernel. `tail` is all of
+a step from logits to tokens (`stepgraph.kernels.bench_tail`), in float32, with the number of its launches.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from stepgraph.kernels import bench_tail
 from stepgraph.kernels.bench_cases import CASES, Case
 from stepgraph.kernels.testing import assert_kernel_close
 from stepgraph.kernels.timing import cold_sets, copy_bandwidth, environment, time_calls
@@ -54,7 +56,7 @@ def rows_of(op: str, case: Case, device: torch.device) -> Iterator[dict]:
 def main(argv: list[str] | None = None) -> int:
     """0, or 1 when a kernel was wrong."""
     parser = argparse.ArgumentParser(prog="python -m stepgraph.kernels.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("op", choices=CASES)
+    parser.add_argument("op", choices=[*CASES, "tail"])
     parser.add_argument("--json", nargs="?", const="-", metavar="PATH", help="rows as JSON, to standard output by default")
     parser.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--small", action="store_true", help="one point per op; the default without a GPU")
@@ -62,12 +64,16 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     small = options.small or device.type == "cpu"
 
+    if options.op == "tail":
+        measured = bench_tail.rows(device, small)
+    else:
+        cases = CASES[options.op](device, getattr(torch, options.dtype), small)
+        measured = (row for case in cases for row in rows_of(options.op, case, device))
     rows = []
-    for case in CASES[options.op](device, getattr(torch, options.dtype), small):
-        for row in rows_of(options.op, case, device):
-            rows.append(row)
-            if options.json != "-":
-                print(line(row))
+    for row in measured:
+        rows.append(row)
+        if options.json != "-":
+            print(line(row))
     if options.json == "-":
         print(json.dumps(rows))
     elif options.json:
@@ -82,7 +88,8 @@ def line(row: dict) -> str:
     if row["status"] != "ok":
         return f"{head} {row['status']}"
     figures = f"{row['p50']:>10.1f} us {row['gb_per_s']:>8.1f} GB/s {100 * row['share_of_copy']:>5.1f} % of copy"
-    return f"{head} {row['l2']:<4} {figures}"
+    launches = f" {row['launches']:>3} launches" if "launches" in row else ""
+    return f"{head} {row['l2']:<4} {figures}{launches}"
 
 
 if __name__ == "__main__":

@@ -1,34 +1,28 @@
-"""Microbenchmark of a step's tail: logit transforms, rejection sampling and log-probabilities, from logits to tokens.
+"""The microbenchmark of a step's tail, `python -m stepgraph.kernels.bench tail`: transforms, rejection, log-probabilities.
 
-    python -m stepgraph.kernels.bench_tail [--json PATH|-] [--small]
-
-A row per batch, k, vocabulary and kind of request: microseconds per tail (p20, p50, p80) and kernel launches. Without a GPU
-the CPU implementations run, marked as such: that says nothing about a kernel.
+A row per batch, k, vocabulary and kind of request, with the kernels that one tail launches on a GPU. Bytes are those of the
+logits and the drafter's laws, each read once.
 """
 
-import argparse
-import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 
 import torch
 
 from stepgraph.kernels.launch import KNOWN_TARGETS, record_launches
 from stepgraph.kernels.logprobs import record_logprobs
-from stepgraph.kernels.registry import implementation
+from stepgraph.kernels.registry import implementation, use_implementation
 from stepgraph.kernels.rejection import rejection_sample
-from stepgraph.kernels.timing import environment, time_calls
+from stepgraph.kernels.timing import copy_bandwidth, environment, time_calls
 from stepgraph.kernels.transforms import transform_logits
 
+OPS = {"transform_logits": transform_logits, "rejection_sample": rejection_sample, "record_logprobs": record_logprobs}
 VOCABS, BATCHES, KS = (32_000, 128_256, 151_936), (1, 4, 16, 64), (1, 3, 5, 7)
 KINDS = ("greedy", "sampled", "filtered", "transformed", "block")
-OPS = {"transform_logits": transform_logits, "rejection_sample": rejection_sample, "record_logprobs": record_logprobs}
 
 
-def tail(ops: dict, t: dict[str, torch.Tensor]) -> None:
-    """From logits to emitted tokens, as in `stepgraph.capture.step`."""
+def tail(ops: dict[str, Callable], t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """From logits to emitted tokens and accepted drafts, as in `stepgraph.capture.step`."""
     state = [
         t[name] for name in ("history", "transformed", "counts", "counts", "ones", "zeros", "zeros", "ids", "values", "ids")
     ]
@@ -36,6 +30,7 @@ def tail(ops: dict, t: dict[str, torch.Tensor]) -> None:
     sampling = [t[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed", "base", "method")]
     emitted, accepted, _ = ops["rejection_sample"](t["logits"], t["drafts"], t["law"], *sampling)
     ops["record_logprobs"](t["logits"], emitted, t["rows"], t["base"], t["wanted"], t["base"] + 1 + accepted, t["logprobs"])
+    return emitted, accepted
 
 
 def tensors(batch: int, k: int, vocab: int, kind: str, device: torch.device | str) -> dict[str, torch.Tensor]:
@@ -67,42 +62,41 @@ def tensors(batch: int, k: int, vocab: int, kind: str, device: torch.device | st
     }
 
 
+def tail_of(which: str) -> Callable:
+    """The tail on one implementation."""
+    ops = {name: implementation(name, which) for name in OPS}
+
+    def run(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        with use_implementation(which):  # for what the ops call
+            return tail(ops, t)
+
+    return run
+
+
 def launches(k: int, vocab: int) -> int:
     """Kernels that one tail launches on a GPU, recorded without one."""
-    ops = {name: implementation(name, "triton") for name in OPS}
     with record_launches(KNOWN_TARGETS[90]) as specs:
-        tail(ops, tensors(1, k, vocab, "block", "meta"))
+        tail_of("triton")(tensors(1, k, vocab, "block", "meta"))
     return len(specs)
 
 
 def rows(device: torch.device, small: bool) -> Iterator[dict]:
-    provider = "triton" if device.type == "cuda" else "cpu implementation, no kernel"
-    sweep = [(1, 3, VOCABS[0]), (4, 3, VOCABS[0])] if small else product(BATCHES, KS, VOCABS)
+    """Rows as of `stepgraph.kernels.bench`, and `launches`. A kernel that decides otherwise than the reference gets no time."""
+    providers = ("triton", "reference") if device.type == "cuda" else ("reference", "cpu")
+    sweep = [(1, 3, VOCABS[0])] if small else product(BATCHES, KS, VOCABS)
     for (batch, k, vocab), kind in product(sweep, KINDS):
-        arguments = (OPS, tensors(batch, k, vocab, kind, device))
-        yield {
-            "kernel": "tail", "provider": provider, "x": f"B={batch} k={k} V={vocab} {kind}", "unit": "us",
-            "launches": launches(k, vocab), **time_calls(tail, [arguments], device), **environment(device),
-        }  # fmt: skip
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stepgraph.kernels.bench_tail", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="rows as JSON; - for standard output")
-    parser.add_argument("--small", action="store_true", help="two sizes; the default without a GPU")
-    options = parser.parse_args(argv)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
-    for row in rows(device, options.small or device.type == "cpu"):
-        found.append(row)
-        if options.json != "-":
-            print(f"{row['x']:<32} {row['provider']:<30} {row['p50']:>10.1f} us {row['launches']:>3} launches")
-    if options.json == "-":
-        print(json.dumps(found))
-    elif options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        arguments = tensors(batch, k, vocab, kind, device)
+        nbytes = 4 * (arguments["logits"].numel() + arguments["law"].numel())
+        base = {"kernel": "tail", "x": f"B={batch} k={k} V={vocab} {kind}", "unit": "us", **environment(device)}
+        decided = [tail_of(which)({name: t.clone() for name, t in arguments.items()}) for which in providers]
+        same = all(torch.equal(ours, theirs) for ours, theirs in zip(*decided, strict=True))
+        for which in providers:
+            if not same and which != "reference":
+                yield {**base, "provider": which, "status": "wrong: decides otherwise than the reference"}
+                continue
+            times = time_calls(tail_of(which), [(arguments,)], device)
+            rate = nbytes / times["p50"] / 1e3
+            yield {
+                **base, "provider": which, "status": "ok", "l2": "warm", **times, "launches": launches(k, vocab),
+                "gb_per_s": round(rate, 2), "share_of_copy": round(rate / copy_bandwidth(device), 4),
+            }  # fmt: skip

@@ -1,12 +1,44 @@
-"""Cornered inputs of `rejection_sample`, for every implementation of it: name → arguments in the operator's order."""
+"""`rejection_sample` as the tests call it, and cornered inputs for every implementation of it."""
 
 import math
 
 import torch
 
-from stepgraph.kernels.rejection import Verify
+from stepgraph.kernels.rejection import Verify, rejection_sample
 
 NAN, INF = math.nan, math.inf
+
+
+def run(logits, drafts, law=None, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, base=7):
+    """`rejection_sample` with parameters given as one value or as one per row."""
+    rows = logits.shape[0]
+
+    def per_row(value, dtype):
+        return torch.as_tensor(value, dtype=dtype).expand(rows).contiguous()
+
+    emitted, accepted, _ = rejection_sample(
+        logits,
+        drafts,
+        law,
+        per_row(temperature, torch.float32),
+        per_row(top_k, torch.int64),
+        per_row(top_p, torch.float32),
+        per_row(min_p, torch.float32),
+        torch.arange(rows) if seed is None else per_row(seed, torch.int64),
+        per_row(base, torch.int64),
+    )
+    k = logits.shape[1] - 1
+    assert emitted.shape == (rows, k + 1)
+    assert accepted.shape == (rows,)
+    assert emitted.dtype == accepted.dtype == torch.int64
+    # Whatever happened: the accepted drafts, one token of the vocabulary, then −1.
+    column = torch.arange(k + 1)
+    assert ((accepted >= 0) & (accepted <= k)).all()
+    assert torch.equal(emitted[:, :k][column[:k] < accepted[:, None]], drafts[column[:k] < accepted[:, None]])
+    final = emitted.gather(1, accepted[:, None])
+    assert ((final >= 0) & (final < logits.shape[2])).all()
+    assert (emitted[column > accepted[:, None]] == -1).all()
+    return emitted, accepted
 
 
 def arguments(batch: int, k: int, vocab: int, seed: int = 0, **changes) -> list:

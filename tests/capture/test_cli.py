@@ -181,3 +181,30 @@ def test_help_and_module_path():
     assert "--schedule" in run.stdout
     assert not run.stderr
     assert Path(sys.executable).parent.joinpath("stepgraph").exists()
+
+
+def test_synthetic_acceptance_is_labelled(capsys):
+    options = ("7,7,7,7,7,7", "--k", "2", "--synthetic-acceptance", "1,0", "--max-new-tokens", "9", "--json", "-")
+    assert generate(*options) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out.splitlines()[-1])
+    assert document["verify"] == "synthetic (not lossless)"
+    assert "acceptance is synthetic: the text means nothing" in captured.err
+    assert "SYNTHETIC (1,0), not lossless" in captured.err
+    assert document["stats"]["per_position_acceptance"][1] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--synthetic-acceptance", "0.8;0.5"), "--synthetic-acceptance is '0.8;0.5'; allowed are numbers in [0, 1]"),
+        (("--synthetic-acceptance", "0.8,1.5,0"), "synthetic_rates is 1.5; allowed is a number in [0, 1]"),
+        (("--synthetic-acceptance", "0.8"), "synthetic_rates has 1 entries; the policy may ask k=3"),
+        (("--synthetic-acceptance", "0.8", "--drafter", "none"), "drafter is 'none'"),
+        (("--logit-bias", "3:1", "--logit-bias", "3:2"), "--logit-bias names token 3 twice"),
+    ],
+    ids=str,
+)
+def test_sampling_options_that_make_no_sense(capsys, options, message):
+    assert generate("1,2", *options) == 2
+    assert message in capsys.readouterr().err

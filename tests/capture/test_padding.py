@@ -59,12 +59,16 @@ def test_nan_in_null_block_and_in_unused_lanes_stays_there(drafter):
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_statistics_come_from_live_rows_only(drafter):
+    """Case 14, with NaN in all that a padding row can read."""
     step = tiny_step(drafter, draft_seed=1)
+    for kv in [step.kv] + ([step.drafter.kv] if hasattr(step.drafter, "kv") else []):
+        kv.storage[:, :, 0] = torch.nan
     for slot in range(3):
         place(step, slot, [4, 5, 4, 5, 4])
     step.state.finished[2] = 1  # ended, still in the batch
     run(step, [0, -1, 2, -1], 3)
     assert step.state.steps.tolist() == [1, 0, 0, 0, 0]
+    assert step.state.repaired.sum() == 0
     for counter in (step.state.drafted_at, step.state.accepted_at):
         assert counter[1:].sum() == 0
     assert step.state.drafted_at[0, 0] == 1

@@ -90,6 +90,43 @@ def test_stop_strings_trim_what_follows(drafter, k):
         assert sum(out.accepted_at) in (len(out.token_ids) - out.steps, len(out.token_ids) - out.steps + 1)
 
 
+@pytest.mark.parametrize(("drafter", "k"), [("none", 0), ("draft-model:tiny", 3)])
+def test_case_34_stop_strings_wait_for_min_tokens(drafter, k):
+    """A stop string within the first min_tokens tokens is text; one that a later token completes ends the request."""
+    letters = Letters()
+    prompts = [letters.decode(PROMPTS[0])]
+    whole = engine(drafter, k, tokenizer=letters).generate(prompts, SamplingParams(max_new_tokens=16))[0]
+    for at in (1, 4):
+        stop = whole.text[at : at + 2]
+        first = whole.text.index(stop) + 2  # tokens up to and with the one that completes it
+        for min_tokens in (first - 1, first, 16):
+            params = SamplingParams(max_new_tokens=16, stop=(stop,), min_tokens=min_tokens)
+            out = engine(drafter, k, tokenizer=letters).generate(prompts, params)[0]
+            later = whole.text.find(stop, max(0, min_tokens - 1))
+            assert out.text == (whole.text if later < 0 else whole.text[:later])
+            assert len(out.token_ids) == (16 if later < 0 else later + 2)
+            assert out.finish_reason is (FinishReason.LENGTH if later < 0 else FinishReason.STOP)
+
+
+@given(
+    st.text("abc", max_size=20), st.integers(0, 20), st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3)
+)
+def test_stop_strings_that_are_complete_too_early_are_text(text, min_tokens, stops):
+    cutter, out = StopStrings(stops), ""
+    for index, letter in enumerate(text):
+        out += cutter.push(letter, index >= min_tokens)
+        if cutter.found:
+            break
+    ends = [at + len(stop) for stop in stops for at in range(len(text)) if text.startswith(stop, at)]
+    end = min((end for end in ends if end > min_tokens), default=None)
+    assert cutter.found == (end is not None)
+    if end is None:
+        assert out + cutter.flush() == text
+    else:
+        longest = max(len(stop) for stop in stops if text[:end].endswith(stop))
+        assert out == text[: end - longest]
+
+
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=2), st.integers(1, 4))
 def test_stop_strings_do_not_depend_on_the_pieces(text, stops, size):
     cutter, out = StopStrings(stops), ""

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from stepgraph.kernels import bench, tables, tune
+from stepgraph.kernels import bench, bench_tail, tables, tune
 from stepgraph.kernels.baselines import sdpa_gathered
 from stepgraph.kernels.bench_cases import CASES
 from stepgraph.kernels.shapes import MODEL_SHAPES, shape_named
@@ -30,9 +30,9 @@ FIELDS = {
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
-@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("op", [*CASES, "tail"])
 def test_rows_on_the_cpu(op, capsys):
-    assert bench.main([op, "--json"]) == 0
+    assert bench.main([op, "--json", "--small"]) == 0
     captured = capsys.readouterr()
     rows = json.loads(captured.out)
     assert "references on the CPU" in captured.err
@@ -41,6 +41,24 @@ def test_rows_on_the_cpu(op, capsys):
     assert "triton" not in {row["provider"] for row in rows}
     assert all(set(row) >= FIELDS and 0 < row["p20"] <= row["p50"] <= row["p80"] for row in measured)
     assert all(row["device"].startswith("cpu") for row in rows)
+
+
+@pytest.mark.parametrize(("k", "launches"), [(1, 6), (3, 7)])
+def test_launches_of_a_tail(k, launches):
+    """Transforms, laws of all rows, (block residuals,) acceptance, race, emission, log-probabilities."""
+    assert bench_tail.launches(k, 32_000) == launches
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+def test_a_tail_that_decides_wrongly_gets_no_time(monkeypatch):
+    def wrong(which):
+        return lambda t: (torch.full((1, 4), 0 if which == "reference" else 1), torch.zeros(1))
+
+    monkeypatch.setattr(bench_tail, "tail_of", wrong)
+    monkeypatch.setattr(bench_tail, "launches", lambda *_: 7)
+    rows = list(bench_tail.rows(torch.device("cpu"), small=True))
+    assert {row["status"][:5] for row in rows if row["provider"] == "cpu"} == {"wrong"}
+    assert all("p50" not in row for row in rows if row["provider"] == "cpu")
 
 
 def test_sdpa_baseline_is_right():

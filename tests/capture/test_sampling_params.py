@@ -57,6 +57,7 @@ def test_greedy_text_with_every_transform_equals_plain_greedy(drafter, verify):
 
 
 def test_logprobs_are_those_of_the_model():
+    """Case 36: an entry per emitted token, each from the row that the token was drawn from."""
     out = texts(SamplingParams(max_new_tokens=6, temperature=0.8, logprobs=True))[0]
     again = engine()
     for index, (token, logprob) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):

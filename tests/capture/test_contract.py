@@ -26,6 +26,7 @@ def test_every_step_can_be_one_cuda_graph(drafter, k):
 def test_a_step_without_storage_can_be_traced():
     step = tiny_step("ngram").to("meta")
     assert len(trace_step(step, 2, 1, "cuda").nodes) == len(trace_step(tiny_step("ngram"), 2, 1).nodes)
+    assert trace_step(tiny_step("eagle3:tiny").to("meta"), 2, 3, "cuda").nodes
 
 
 class Faulty(Drafter):

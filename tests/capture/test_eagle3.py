@@ -1,6 +1,8 @@
 """The EAGLE-3 drafter inside steps: what it is shown, what it keeps, and that neither depends on how the text came about."""
 
+import json
 import random
+from itertools import islice
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from stepgraph.capture.build import EngineOptions, build_engine
 from stepgraph.capture.request import SamplingParams
 from stepgraph.model.checkpoint import CheckpointError
 from stepgraph.model.drafters import DrafterSpec
+from stepgraph.model.drafters.train_eagle3 import main
+from stepgraph.model.drafters.training.prompts import encode, prompt_stream
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 
@@ -282,3 +286,21 @@ def test_names():
         build_engine(EngineOptions("random:tiny-llama", "eagle3"))
     with pytest.raises(CheckpointError, match="nowhere is no directory"):
         build_engine(EngineOptions("random:tiny-llama", "eagle3:nowhere"))
+
+
+def test_a_trained_head_is_accepted_as_often_as_its_card_says(tmp_path):
+    """From data to engine: if training and drafting disagreed about a row, acceptance would stay near 1 in 256."""
+    out = tmp_path / "run"
+    options = {
+        "target": "random:tiny-llama", "out": out, "max-tokens": 4000, "rows": 32, "shard-texts": 48, "max-len": 60,
+        "draft-vocab": 120, "batch-tokens": 512, "train-tokens": 60_000, "device": "cpu", "dtype": "float32", "lr": 3e-3,
+    }  # fmt: skip
+    assert main([part for name, value in options.items() for part in (f"--{name}", str(value))]) == 0
+    accuracy = json.loads((out / "head" / "card.json").read_text())["held_out"]["accuracy"]
+    engine = build_engine(EngineOptions("random:tiny-llama", f"eagle3:{out / 'head'}", k=3, max_batch=4, max_len=64)).engine
+    prompts = [encode(text, None, 256, 30) for text in islice(prompt_stream([], 99), 12)]
+    engine.generate(prompts, SamplingParams(max_new_tokens=28))
+    report = engine.report()
+    assert accuracy[0] > 0.2
+    assert all(rate > 0.15 for rate in report["per_position_acceptance"])
+    assert report["acceptance_length"] > 1.3

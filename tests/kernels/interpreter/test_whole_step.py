@@ -36,7 +36,13 @@ def test_ops_without_a_kernel_are_known():
 
 
 @pytest.mark.parametrize(
-    ("drafter", "ks", "temperature"), [("ngram", [3, 2, 0], 0.0), ("early-exit:1", [2, 2], 0.0), ("early-exit:1", [2, 1], 0.9)]
+    ("drafter", "ks", "temperature"),
+    [
+        ("ngram", [3, 2, 0], 0.0),
+        ("early-exit:1", [2, 2], 0.0),
+        ("early-exit:1", [2, 1], 0.9),
+        ("eagle3:tiny", [2, 0, 1], 0.9),
+    ],
 )
 def test_captured_steps_on_kernels(drafter, ks, temperature):
     expected = run(drafter, ks, temperature)

@@ -39,7 +39,7 @@ lossless: extra ## compare greedy text of the embedded model with transformers a
 	@OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest --whole tests/capture/test_embedded_lossless.py
 
 gate: extra ## compile every kernel that the model shapes launch, for GPUs that need not be here
-	@$(PY) -m stepgraph.kernels.compile --json build/compile-gate.json
+	@$(PY) -m stepgraph.kernels.compile --keep build/compile-gate --json build/compile-gate.json
 
 # The oldest Triton that is supported, over the newest torch; Triton 3.6's interpreter cannot work with NumPy 2.4.
 test-triton-floor: venv ## interpreter tests and the quick gate under Triton 3.6.0

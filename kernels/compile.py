@@ -1,13 +1,16 @@
 """The compile gate: compile every kernel that the model shapes launch, for processors that need not be here, and judge it.
 
-    python -m stepgraph.kernels.compile [--arch sm_80,sm_90,sm_100] [--quick] [--jobs N] [--json PATH|-]
+    python -m stepgraph.kernels.compile [--arch sm_80,sm_90,sm_100] [--quick] [--jobs N] [--json PATH|-] [--keep FOLDER]
 
 It fails on a register spill, on more shared memory than a program may have, on an atomic in a kernel that promises the same
 bits each run, and where a 16-bit attention or matrix kernel lacks tensor-core instructions or 128-bit loads in its main loop.
-Compilation runs in processes of its own, without the interpreter and with a fresh cache.
+Compilation runs in processes of its own, without the interpreter and with a fresh cache. A row is written as soon as it is
+there; with `--keep`, rows of a compilation that has not changed (source, types, constants, options, Triton, assembler's
+target) are taken from the folder, so an interrupted gate goes on where it was.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -42,24 +45,35 @@ def requests(arch: int, quick: bool) -> Iterator[tuple[str, dict]]:
         yield "llama-3.1-8b", {"batch": 8, "query_len": 4, "cache_dtype": torch.float8_e4m3fn}
 
 
-def compile_shard(arches: list[int], quick: bool, shard: int, shards: int) -> list[dict]:
-    """Rows of every `shards`-th distinct compilation."""
+def compile_shard(arches: list[int], quick: bool, shard: int, shards: int, output: Path, known: set[str]) -> None:
+    """Append a row to `output` (JSON lines) for every `shards`-th distinct compilation that is not among `known` keys."""
     from stepgraph.kernels.launch import KNOWN_TARGETS
-    from stepgraph.kernels.shapes import shape_named, step_launches
+    from stepgraph.kernels.shapes import shape_named
+    from stepgraph.kernels.step_launches import step_launches
 
-    seen, rows = set(), []
-    for arch in arches:
-        for model, arguments in requests(arch, quick):
-            for spec in step_launches(shape_named(model), KNOWN_TARGETS[arch], **arguments):
-                source = spec.source()
-                key = str((arch, spec.name, source.signature, source.constants, source.attrs, spec.options))
-                if key in seen:
-                    continue
-                seen.add(key)
-                if len(seen) % shards == shard:
-                    rows.append(_row(spec, arch, model, arguments))
-                    print(f"{shard}: {len(rows)} compiled", file=sys.stderr)
-    return rows
+    seen = set()
+    with output.open("a", encoding="utf-8") as rows:
+        rows.write("\n")  # an interrupted run may have left half a line
+        for arch in arches:
+            for model, arguments in requests(arch, quick):
+                for spec in step_launches(shape_named(model), KNOWN_TARGETS[arch], **arguments):
+                    key = _key(spec, arch)
+                    if key in seen:
+                        continue
+                    seen.add(key)
+                    if len(seen) % shards == shard and key not in known:
+                        rows.write(json.dumps(_row(spec, arch, model, arguments) | {"key": key}) + "\n")
+                        rows.flush()
+        rows.write(json.dumps({"keys": sorted(seen)}) + "\n")
+
+
+def _key(spec, arch: int) -> str:
+    """A digest of all that decides what is compiled."""
+    import triton
+
+    source = spec.source()
+    decides = (arch, triton.__version__, spec.kernel.cache_key, source.signature, source.constants, source.attrs, spec.options)
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:20]
 
 
 def _row(spec, arch: int, model: str, arguments: dict) -> dict:
@@ -124,29 +138,48 @@ def table(rows: list[dict]) -> str:
     )
 
 
-def run(arches: list[int], quick: bool, jobs: int) -> list[dict]:
-    """Compile in `jobs` processes and return the rows of all."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TRITON_CACHE_DIR": str(Path(folder) / "cache"), "OMP_NUM_THREADS": "1"}
+def run(arches: list[int], quick: bool, jobs: int, keep: Path | None = None) -> list[dict]:
+    """Compile in `jobs` processes and return the rows of all; rows that `keep` already holds are not compiled again."""
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(Path(scratch) / "cache"), "OMP_NUM_THREADS": "1"}
         environment.pop("TRITON_INTERPRET", None)
-        outputs = [Path(folder) / f"{shard}.json" for shard in range(jobs)]
+        folder = keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        outputs = [folder / f"{shard}.jsonl" for shard in range(jobs)]
         command = [sys.executable, "-m", "stepgraph.kernels.compile", "--arch", ",".join(f"sm_{arch}" for arch in arches)]
         command += ["--quick"] if quick else []
         workers = [
             subprocess.Popen(
-                [*command, "--shard", f"{shard}/{jobs}", "--json", str(output)],
+                [*command, "--shard", f"{shard}/{jobs}", "--keep", str(folder)],
                 env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for shard, output in enumerate(outputs)
+            for shard in range(jobs)
         ]
         errors = [worker.communicate()[1] for worker in workers]
         for worker, error in zip(workers, errors, strict=True):
             if worker.returncode:
                 raise RuntimeError(f"a compile worker failed:\n{error[-4000:]}")
-        return [row for output in outputs for row in json.loads(output.read_text())]
+        wanted = json.loads(outputs[0].read_text(encoding="utf-8").splitlines()[-1])["keys"]
+        rows = kept_rows(folder)
+        return [rows[key] for key in wanted]
+
+
+def kept_rows(folder: Path) -> dict[str, dict]:
+    """Rows by key; a line cut short by an interruption is passed over."""
+    rows = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if "key" in row:
+                rows[row.pop("key")] = row
+    # Judged anew: what counts as a fault may have changed since.
+    return {key: row | {"faults": faults(row)} for key, row in rows.items()}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -156,6 +189,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one model, one query length")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile")
     parser.add_argument("--json", metavar="PATH", help="write the rows as JSON; - for standard output")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep rows here, and reuse those that are still valid")
     parser.add_argument("--shard", help=argparse.SUPPRESS)  # set by the parent process
     options = parser.parse_args(argv)
     arches = [int(name.removeprefix("sm_")) for name in options.arch.split(",")]
@@ -164,10 +198,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--arch: sm_{unknown[0]} is not among {', '.join(f'sm_{arch}' for arch in ARCHES)}")
     if options.shard:
         shard, shards = map(int, options.shard.split("/"))
-        Path(options.json).write_text(json.dumps(compile_shard(arches, options.quick, shard, shards)))
+        known = set(kept_rows(options.keep))
+        compile_shard(arches, options.quick, shard, shards, options.keep / f"{shard}.jsonl", known)
         return 0
 
-    rows = run(arches, options.quick, options.jobs)
+    rows = run(arches, options.quick, options.jobs, options.keep)
     if options.json == "-":
         print(json.dumps(rows))
     else:

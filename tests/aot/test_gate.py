@@ -12,7 +12,8 @@ from triton.runtime.jit import create_function_from_signature
 from stepgraph.kernels import compile as gate
 from stepgraph.kernels.binary import main_loop, parse_listing
 from stepgraph.kernels.launch import KNOWN_TARGETS, LaunchSpec
-from stepgraph.kernels.shapes import MODEL_SHAPES, step_launches
+from stepgraph.kernels.shapes import MODEL_SHAPES
+from stepgraph.kernels.step_launches import step_launches
 
 GOOD = {
     "kernel": "linear_kernel",
@@ -25,10 +26,21 @@ GOOD = {
 }
 
 
-def test_quick_gate_passes(tmp_path):
-    path = tmp_path / "rows.json"
-    assert gate.main(["--quick", "--arch", "sm_90", "--json", str(path)]) == 0
+def test_quick_gate_passes_and_goes_on_where_it_was(tmp_path):
+    path, keep = tmp_path / "rows.json", tmp_path / "keep"
+    arguments = ["--quick", "--arch", "sm_90", "--json", str(path), "--keep", str(keep)]
+    assert gate.main(arguments) == 0
     rows = json.loads(path.read_text())
+
+    # As an interruption leaves it: a row is missing, one is cut short; the others show that they were not made again.
+    lines = [json.loads(line) for line in (keep / "0.jsonl").read_text().split("\n") if line]
+    marked = [json.dumps(line | {"registers": -1}) for line in lines if "key" in line]
+    (keep / "0.jsonl").write_text("\n".join(marked[2:]) + "\n" + marked[1][:40])
+    assert gate.main(arguments) == 0
+    again = json.loads(path.read_text())
+    assert len(again) == len(rows)
+    assert sum(row["registers"] == -1 for row in again) == len(marked) - 2
+    assert [row | {"registers": 0} for row in again] == [row | {"registers": 0} for row in rows]
     attention = next(row for row in rows if row["kernel"] == "uniform_decode_attention_kernel")
     assert attention["spill"] == 0
     assert attention["tensor_core"] == ["HMMA"]

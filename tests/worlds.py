@@ -72,9 +72,9 @@ def tiny_step(
     state = DecodeState(num_slots=num_slots, max_len=max_len, block_size=block_size, k_max=k_max, device=device)
     if isinstance(drafter, str):
         spec, weights = DrafterSpec.parse(drafter), None
-        if spec.kind == "draft-model":
+        if spec.modelled.kind == "draft-model":
             weights = tiny_model(draft_seed, model.config.family, model.dtype).to(device)
-        elif spec.kind == "eagle3":
+        elif spec.modelled.kind == "eagle3":
             weights = tiny_head(model, draft_seed)
         drafter = make_drafter(spec, model, kv, weights, num_slots)
     return SpeculativeStep(model, kv, state, drafter)

@@ -33,16 +33,17 @@ class StepShapes:
     ):
         self.config = load_config(model)
         self.spec = DrafterSpec.parse(drafter)
-        if self.spec.kind == "eagle3" and self.spec.head != "random":
+        modelled = self.spec.modelled
+        if modelled.kind == "eagle3" and modelled.head != "random":
             raise ValueError(f"drafter is {drafter!r}; a plan takes shapes alone, so eagle3:random")
-        self.draft_config = load_config(self.spec.model) if self.spec.model else None
+        self.draft_config = load_config(modelled.model) if modelled.model else None
         self.max_batch, self.max_len, self.k_max = max_batch, max_len, k_max
         self.block_size, self.dtype = block_size, dtype
         self.layers = {"target": self.config.num_layers}
-        if self.spec.kind == "early-exit":
-            if not 1 <= self.spec.num_layers <= self.config.num_layers:
+        if modelled.kind == "early-exit":
+            if not 1 <= modelled.num_layers <= self.config.num_layers:
                 raise ValueError(f"drafter is {drafter!r}; {model} has {self.config.num_layers} layers, so 1 to that many")
-            self.layers["early-exit"] = self.spec.num_layers
+            self.layers["early-exit"] = modelled.num_layers
         if self.draft_config is not None:
             self.layers["draft-model"] = self.draft_config.num_layers
         if max_len > self.config.max_position:
@@ -51,7 +52,7 @@ class StepShapes:
     @property
     def uniform(self) -> bool:
         """Whether the layers of each model are alike, so that depth can be extrapolated; an EAGLE-3 head picks some."""
-        if self.spec.kind == "eagle3":
+        if self.spec.modelled.kind == "eagle3":
             return False
         configs = [config for config in (self.config, self.draft_config) if config is not None]
         return all(len(set(config.layer_windows)) == 1 for config in configs)
@@ -63,10 +64,10 @@ class StepShapes:
         blocks = 1 + self.max_batch * -(-self.max_len // self.block_size)
         kv = PagedKV(target.config, num_blocks=blocks, block_size=self.block_size, dtype=self.dtype, device="meta")
         spec = self.spec
-        if spec.kind == "early-exit":
-            spec = replace(spec, num_layers=layers["early-exit"])
+        if spec.modelled.kind == "early-exit":
+            spec = spec.with_layers(layers["early-exit"])
         weights = None if self.draft_config is None else self._model(self.draft_config, layers["draft-model"])
-        if spec.kind == "eagle3":
+        if spec.modelled.kind == "eagle3":
             weights = Eagle3Head(eagle3_config_for(target), dtype=self.dtype, device="meta", max_positions=self.max_len)
         state = DecodeState(
             num_slots=self.max_batch, max_len=self.max_len, block_size=self.block_size, k_max=self.k_max, device="meta"

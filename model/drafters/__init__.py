@@ -1,7 +1,5 @@
-"""Drafters, and the one place that reads a drafter's name."""
+"""Drafters, and the one place that makes them."""
 
-import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from stepgraph.model.checkpoint import load_model
@@ -9,7 +7,9 @@ from stepgraph.model.drafters.base import Drafter, PromptChunk, Proposal, StepRo
 from stepgraph.model.drafters.draft_model import DraftModelDrafter
 from stepgraph.model.drafters.eagle3 import Eagle3Drafter
 from stepgraph.model.drafters.early_exit import EarlyExitDrafter
+from stepgraph.model.drafters.hybrid import HybridDrafter
 from stepgraph.model.drafters.ngram import NgramDrafter
+from stepgraph.model.drafters.spec import DrafterSpec
 from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.transformer import Transformer
@@ -20,6 +20,7 @@ __all__ = [
     "DrafterSpec",
     "Eagle3Drafter",
     "EarlyExitDrafter",
+    "HybridDrafter",
     "NgramDrafter",
     "PromptChunk",
     "Proposal",
@@ -29,45 +30,6 @@ __all__ = [
     "load_draft_weights",
     "make_drafter",
 ]
-
-KNOWN = "none, ngram, ngram:MIN-MAX, early-exit:N, draft-model:NAME_OR_PATH, eagle3, eagle3:DIRECTORY, eagle3:random"
-
-
-@dataclass(frozen=True)
-class DrafterSpec:
-    """A drafter's name, read. `kind` is none, ngram, early-exit, draft-model or eagle3.
-
-    Attributes:
-        kind: which drafter.
-        matches: ngram: shortest and longest suffix looked for.
-        num_layers: early-exit: layers that draft.
-        model: draft-model: name or path.
-        head: eagle3: directory of the head, "random" for random weights, "" for the one shipped for the target.
-    """
-
-    kind: str
-    matches: tuple[int, int] = (2, 4)
-    num_layers: int = 0
-    model: str = ""
-    head: str = ""
-
-    @classmethod
-    def parse(cls, spec: str) -> "DrafterSpec":
-        """Read one of `KNOWN`; a ValueError for anything else."""
-        kind, _, option = spec.partition(":")
-        if spec in ("none", "ngram", "eagle3"):
-            return cls(spec)
-        if kind == "ngram" and (match := re.fullmatch(r"([0-9]{1,3})-([0-9]{1,3})", option)):
-            low, high = map(int, match.groups())
-            if 1 <= low <= high:
-                return cls(kind, matches=(low, high))
-        elif kind == "early-exit" and re.fullmatch(r"[0-9]{1,4}", option):
-            return cls(kind, num_layers=int(option))
-        elif kind == "draft-model" and option:
-            return cls(kind, model=option)
-        elif kind == "eagle3" and option:
-            return cls(kind, head=option)
-        raise ValueError(f"drafter is {spec!r}; known are {KNOWN}")
 
 
 def load_draft_weights(spec: DrafterSpec, target: Transformer, target_name: str = "") -> Transformer | Eagle3Head | None:
@@ -81,6 +43,7 @@ def load_draft_weights(spec: DrafterSpec, target: Transformer, target_name: str 
     Raises:
         CheckpointError: (a ValueError) what the spec names is missing, damaged, or made for another target.
     """
+    spec = spec.modelled
     if spec.kind == "draft-model":
         options = {"dtype": target.dtype, "device": target.device, "invariant_linear": target.invariant_linear}
         return load_model(spec.model, **options).model
@@ -114,6 +77,8 @@ def make_drafter(
     """
     if spec.kind == "ngram":
         return NgramDrafter(*spec.matches)
+    if spec.other is not None:
+        return HybridDrafter(NgramDrafter(*spec.matches), make_drafter(spec.other, target, kv, weights, num_slots))
     if spec.kind == "early-exit":
         return EarlyExitDrafter(target, kv, spec.num_layers)
     if spec.kind == "draft-model":

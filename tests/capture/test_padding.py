@@ -8,7 +8,7 @@ from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.keys import GraphKey, KeySet
 from stepgraph.capture.modes import Mode
 
-DRAFTERS = ("ngram", "early-exit:1", "draft-model:tiny", "eagle3:tiny")
+DRAFTERS = ("ngram", "early-exit:1", "draft-model:tiny", "eagle3:tiny", "hybrid:2:eagle3:tiny")
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -47,12 +47,12 @@ def with_draft_model(step, model) -> None:
     step.drafter = DraftModelDrafter(model, own, "tiny")
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "early-exit:1", "draft-model", "eagle3:tiny"])
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit:1", "draft-model", "eagle3:tiny", "hybrid:2:eagle3:tiny"])
 def test_law_across_replays(drafter):
-    """Cases 1, 2, 4 and 10 through whole steps: one-hot drafts, a drafter inside the target, a drafter beside it, and one
-    with a reduced vocabulary.
+    """Cases 1, 2, 4 and 10 through whole steps: one-hot drafts, a drafter inside the target, a drafter beside it, one
+    with a reduced vocabulary, and one whose rows are one-hot or not as the text has it.
     """
-    layers = 2 if drafter.startswith(("early-exit", "eagle3")) else 1
+    layers = 2 if drafter.startswith(("early-exit", "eagle3", "hybrid")) else 1
     model = tiny_model(5, vocab_size=VOCAB, num_layers=layers, dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.mul_(2 if layers == 2 else 0.7)  # far from uniform, and no token for certain

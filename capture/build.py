@@ -31,7 +31,7 @@ class EngineOptions:
 
     Attributes:
         model: see `stepgraph.model.checkpoint.load_model`.
-        drafter: see `stepgraph.model.drafters.KNOWN`.
+        drafter: see `stepgraph.model.drafters.spec.KNOWN`.
         k: drafts per step; None (with no schedule) is 3, or 0 without a drafter.
         schedule: `[[first batch, last batch, k], …]`, JSON text or a path, instead of k.
         max_batch: most requests decoding at once.

@@ -14,7 +14,7 @@ from stepgraph.capture.engine import Engine
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import VERIFY, FinishReason, RequestOutput, SamplingParams
-from stepgraph.model.drafters import KNOWN as KNOWN_DRAFTERS
+from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

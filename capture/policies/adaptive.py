@@ -47,7 +47,7 @@ class AnyBatch:
 
 
 class PositionRates:
-    """Acceptance by position of one or more requests, from counts that are forgotten slowly.
+    """Acceptance by position over all requests, from counts that are forgotten slowly.
 
         s_j ← γ s_j + accepted at j,   t_j ← γ t_j + reached at j
         a_j = (s_j + w b_j) / (t_j + w),   b_1 = prior_1,   b_{j+1} = min(1, a_j prior_{j+1} / prior_j)
@@ -57,45 +57,86 @@ class PositionRates:
     prior has it; a flat prior makes that Leviathan's i.i.d. model (2023).
 
     Args:
-        rows: requests counted apart.
-        positions: how many.
+        prior: a rate for each position.
         memory: γ, 0..1; what is left of a count after each step that drafted at its position.
         weight: w, of the prior, in requests.
-        pooled: one rate for all positions of a row.
+        pooled: one rate for all positions, with the first as its prior.
     """
 
-    def __init__(self, rows: int, positions: int, memory: float, weight: float, pooled: bool = False):
-        self.memory, self.weight, self.pooled = memory, weight, pooled
-        self.accepted, self.reached = np.zeros((rows, positions)), np.zeros((rows, positions))
+    def __init__(self, prior: Sequence[float], memory: float, weight: float, pooled: bool = False):
+        self.prior, self.memory, self.weight, self.pooled = list(prior), memory, weight, pooled
+        self.accepted, self.reached = [0.0] * len(self.prior), [0.0] * len(self.prior)
 
-    def observe(self, rows: np.ndarray | slice, k: int, counts: Sequence[int]) -> None:
-        """Take in that rows ran with `k` drafts, of which `counts` were accepted; with a single row, all counts are its own."""
-        accepted, column = np.asarray(counts)[:, None], np.arange(k)
-        hits, tries = column < accepted, column <= accepted
-        if len(self.accepted) == 1:
-            hits, tries = hits.sum(0, keepdims=True), tries.sum(0, keepdims=True)
-        for total, new in ((self.accepted, hits), (self.reached, tries)):
-            total[rows, :k] = self.memory * total[rows, :k] + new
+    def observe(self, k: int, counts: Sequence[int]) -> None:
+        """Take in requests that ran with `k` drafts each, of which `counts` were accepted."""
+        ended = [0] * (k + 1)
+        for count in counts:
+            ended[count] += 1
+        left = len(counts)
+        for j in range(k):
+            self.reached[j] = self.memory * self.reached[j] + left
+            left -= ended[j]
+            self.accepted[j] = self.memory * self.accepted[j] + left
 
-    def rates(self, rows: np.ndarray | slice, prior: np.ndarray) -> np.ndarray:
-        """`[rows, positions]`: a_1 .. of these rows; `prior [positions]`."""
-        accepted, reached, weight = self.accepted[rows], self.reached[rows], self.weight
+    def rates(self) -> list[float]:
+        """a_1 .. by position."""
+        weight = self.weight
         if self.pooled:
-            rate = (accepted.sum(1, keepdims=True) + weight * prior[0]) / (reached.sum(1, keepdims=True) + weight)
-            return np.broadcast_to(rate, accepted.shape)
-        rates, before = np.empty_like(accepted), prior[0]
-        for j, step in enumerate((*(prior[1:] / np.maximum(prior[:-1], 1e-9)), 1.0)):
-            rates[:, j] = (accepted[:, j] + weight * before) / (reached[:, j] + weight)
-            before = np.minimum(1.0, step * rates[:, j])
+            rate = (sum(self.accepted) + weight * self.prior[0]) / (sum(self.reached) + weight)
+            return [rate] * len(self.prior)
+        rates, before, last = [], self.prior[0], 0.0
+        for accepted, reached, prior in zip(self.accepted, self.reached, self.prior, strict=True):
+            if rates:
+                before = min(1.0, rates[-1] * prior / max(last, 1e-9))
+            rates.append((accepted + weight * before) / (reached + weight))
+            last = prior
         return rates
 
-    def to_dict(self) -> dict[str, Any]:
-        """The counts, JSON-able."""
-        return {"accepted": self.accepted.tolist(), "reached": self.reached.tolist()}
 
-    def restore(self, counts: dict[str, Any]) -> None:
-        """Take over counts of `to_dict`."""
-        self.accepted, self.reached = np.array(counts["accepted"], float), np.array(counts["reached"], float)
+class RequestRates:
+    """The same of each request apart, by rows of one table.
+
+        a_{r,j} = (s_{r,j} + w a_j) / (t_{r,j} + w)
+
+    with a_j of all requests (`PositionRates`), so a new request starts as all others go on. Rows of requests that are gone are
+    given to new ones.
+    """
+
+    def __init__(self, positions: int, memory: float, weight: float, pooled: bool = False):
+        self.memory, self.weight, self.pooled = memory, weight, pooled
+        self.counts = np.zeros((2, 0, positions))  # accepted, reached
+        self.row: dict[int, int] = {}
+
+    def observe(self, k: int, requests: Sequence[int], counts: Sequence[int]) -> None:
+        """As `PositionRates.observe`; requests that have no row (any more) are passed over."""
+        known = [(self.row[r], count) for r, count in zip(requests, counts, strict=True) if r in self.row]
+        if known:
+            rows, accepted = np.array(known).T
+            column = np.arange(k)
+            new = np.stack([column < accepted[:, None], column <= accepted[:, None]])
+            self.counts[:, rows, :k] = self.memory * self.counts[:, rows, :k] + new
+
+    def rates(self, requests: Sequence[int], common: Sequence[float]) -> np.ndarray:
+        """`[requests, positions]`; these are the only requests there are."""
+        rows = self._rows_of(requests)  # may move the counts
+        accepted, reached = self.counts[:, rows]
+        if self.pooled:
+            accepted, reached = accepted.sum(1, keepdims=True), reached.sum(1, keepdims=True)
+        return (accepted + self.weight * np.array(common)) / (reached + self.weight)
+
+    def _rows_of(self, requests: Sequence[int]) -> list[int]:
+        if len(self.row) != len(requests) or any(request not in self.row for request in requests):
+            alive = set(requests)
+            self.row = {request: row for request, row in self.row.items() if request in alive}
+            rows = self.counts.shape[1]
+            if len(requests) > rows:
+                self.counts = np.pad(self.counts, ((0, 0), (0, len(requests) - rows + 8), (0, 0)))
+            free = iter(sorted(set(range(self.counts.shape[1])) - set(self.row.values())))
+            for request in requests:
+                if request not in self.row:
+                    self.row[request] = row = next(free)
+                    self.counts[:, row] = 0
+        return [self.row[request] for request in requests]
 
 
 def expected_tokens(rates: np.ndarray) -> np.ndarray:

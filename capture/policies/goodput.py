@@ -7,7 +7,14 @@ from typing import Any, Self
 import numpy as np
 
 from stepgraph.capture.cost_table import CostTable
-from stepgraph.capture.policies.adaptive import AnyBatch, PositionRates, checked_ks, checked_number, expected_tokens
+from stepgraph.capture.policies.adaptive import (
+    AnyBatch,
+    PositionRates,
+    RequestRates,
+    checked_ks,
+    checked_number,
+    expected_tokens,
+)
 from stepgraph.capture.schedule import require_int, show
 
 DEFAULT_PRIOR = 0.7
@@ -70,10 +77,13 @@ class GoodputPolicy(AnyBatch):
         self.margin = checked_number("margin", margin, 0, 10)
         self.hold_steps = require_int("hold_steps", hold_steps, 0)
         self.probe_interval = require_int("probe_interval", probe_interval, 0)
-        self._all = PositionRates(1, self._ks[-1], self.memory, WEIGHT, self.iid)
-        self._own = PositionRates(0, self._ks[-1], self.request_memory, WEIGHT, self.iid)
-        self._row: dict[int, int] = {}  # request -> its row in `_own`
-        self._k: int | None = None
+        given = [self.prior] if isinstance(self.prior, float) else self.prior
+        by_position = [*given, *given[-1:] * self._ks[-1]][: self._ks[-1]]
+        self._of_prior = expected_tokens(np.array(by_position)).tolist()
+        self._all = PositionRates(by_position, self.memory, WEIGHT, self.iid)
+        self._own = RequestRates(self._ks[-1], self.request_memory, WEIGHT, self.iid)
+        self._times: dict[tuple[int, int | None], list[float]] = {}
+        self._at: int | None = None  # index of the chosen k
         self._age = 0
         self._unseen = 0  # steps since a k above the chosen one last ran
 
@@ -81,62 +91,45 @@ class GoodputPolicy(AnyBatch):
         require_int("batch", batch, 1)
         expected = self._expected(batch, requests)
         context = None if context is None else context - context % CONTEXT_GRAIN
-        promised = {k: expected[k] / self.cost.step_ms(batch, k, context) for k in self._ks}
-        best = max(self._ks, key=promised.__getitem__)  # the smallest of equals
+        promised = [expected[k] / ms for k, ms in zip(self._ks, self._step_ms(batch, context), strict=True)]
+        best = promised.index(max(promised))  # the smallest of equals
         self._age += 1
-        settled = self._k is not None and self._age <= self.hold_steps
-        if self._k is None or (not settled and promised[best] > (1 + self.margin) * promised[self._k]):
-            self._k, self._age = best, 0
-        larger = self._ks.index(self._k) + 1
+        settled = self._at is not None and self._age <= self.hold_steps
+        if self._at is None or (not settled and promised[best] > (1 + self.margin) * promised[self._at]):
+            self._at, self._age = best, 0
+        larger = self._at + 1
         self._unseen += 1
         if not self.learn or not self.probe_interval or larger == len(self._ks) or self._unseen <= self.probe_interval:
-            return self._k
+            return self._ks[self._at]
         self._unseen = 0
         return self._ks[larger]
+
+    def _step_ms(self, batch: int, context: int | None) -> list[float]:
+        """Step times of each k."""
+        key = (batch, context)
+        if key not in self._times:
+            if len(self._times) > 4096:  # of a run that wanders
+                self._times.clear()
+            self._times[key] = [self.cost.step_ms(batch, k, context) for k in self._ks]
+        return self._times[key]
 
     def observe(self, k_run: int, accepted: Sequence[int], lag: int = 0, requests: Sequence[int] | None = None) -> None:
         if not self.learn or k_run == 0 or not accepted:
             return
         k = min(k_run, self._ks[-1])
-        self._all.observe(slice(None), k, accepted)
-        known = [(self._row[r], count) for r, count in zip(requests or (), accepted, strict=False) if r in self._row]
-        if known:
-            rows, counts = zip(*known, strict=True)
-            self._own.observe(np.array(rows), k, counts)
+        counts = [min(count, k) for count in accepted]
+        self._all.observe(k, counts)
+        if requests is not None:
+            self._own.observe(k, requests, counts)
 
-    def _expected(self, batch: int, requests: Sequence[int] | None) -> np.ndarray:
-        """`[largest k + 1]`: expected tokens of a step by k, of all its requests together."""
-        prior = np.broadcast_to(self.prior, self._ks[-1]) if np.ndim(self.prior) == 0 else self._prior_by_position()
-        common = self._all.rates(slice(None), prior)[0] if self._ks[-1] else prior
-        if requests is None or not self.learn or not self._ks[-1]:
-            return batch * expected_tokens(common)
-        rows = self._rows_of(requests)
-        return expected_tokens(self._own.rates(rows, common)).sum(0)
-
-    def _prior_by_position(self) -> np.ndarray:
-        given = np.array(self.prior[: self._ks[-1]])
-        return np.concatenate([given, np.full(self._ks[-1] - len(given), given[-1])])
-
-    def _rows_of(self, requests: Sequence[int]) -> np.ndarray:
-        """Rows of the requests; those that are gone give theirs to new ones, which start without a count."""
-        if self._row.keys() != set(requests):
-            self._row = {request: row for request, row in self._row.items() if request in set(requests)}
-            free = sorted(set(range(len(self._own.accepted))) - set(self._row.values()), reverse=True)
-            for request in requests:
-                if request not in self._row:
-                    if not free:
-                        free = self._grow()
-                    row = free.pop()
-                    self._own.accepted[row] = self._own.reached[row] = 0
-                    self._row[request] = row
-        return np.array([self._row[request] for request in requests])
-
-    def _grow(self) -> list[int]:
-        rows = len(self._own.accepted)
-        more = max(8, rows)
-        self._own.accepted = np.pad(self._own.accepted, ((0, more), (0, 0)))
-        self._own.reached = np.pad(self._own.reached, ((0, more), (0, 0)))
-        return list(range(rows + more - 1, rows - 1, -1))
+    def _expected(self, batch: int, requests: Sequence[int] | None) -> list[float]:
+        """`[largest k + 1]`: expected tokens of a step by k, up to a factor."""
+        if not self.learn or not self._ks[-1]:
+            return self._of_prior
+        common = self._all.rates()
+        if requests is None:
+            return expected_tokens(np.array(common)).tolist()
+        return expected_tokens(self._own.rates(requests, common)).sum(0).tolist()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -144,9 +137,9 @@ class GoodputPolicy(AnyBatch):
             "learn": self.learn, "memory": self.memory, "request_memory": self.request_memory, "margin": self.margin,
             "hold_steps": self.hold_steps, "probe_interval": self.probe_interval,
             "state": {
-                "all": self._all.to_dict(), "own": self._own.to_dict(),
-                "row": {str(request): row for request, row in self._row.items()},
-                "k": self._k, "age": self._age, "unseen": self._unseen,
+                "all": [self._all.accepted, self._all.reached], "own": self._own.counts.tolist(),
+                "row": {str(request): row for request, row in self._own.row.items()},
+                "at": self._at, "age": self._age, "unseen": self._unseen,
             },
         }  # fmt: skip
 
@@ -155,13 +148,13 @@ class GoodputPolicy(AnyBatch):
         names = ("prior", "iid", "learn", "memory", "request_memory", "margin", "hold_steps", "probe_interval")
         policy = cls(CostTable(data["cost"]), data["ks"], **{name: data[name] for name in names})
         state = data["state"]
-        policy._all.restore(state["all"])
+        policy._all.accepted, policy._all.reached = map(list, state["all"])
         if state["row"]:
-            policy._own.restore(state["own"])
-        policy._row = {int(request): row for request, row in state["row"].items()}
-        if state["k"] is not None and state["k"] not in policy._ks:
-            raise ValueError(f"k in the saved state is {show(state['k'])}; it must be one of ks.")
-        policy._k, policy._age, policy._unseen = state["k"], state["age"], state["unseen"]
+            policy._own.counts = np.array(state["own"], dtype=float)
+        policy._own.row = {int(request): row for request, row in state["row"].items()}
+        if state["at"] is not None:
+            require_int("at in the saved state", state["at"], 0, len(policy._ks) - 1)
+        policy._at, policy._age, policy._unseen = state["at"], state["age"], state["unseen"]
         return policy
 
     def __repr__(self) -> str:

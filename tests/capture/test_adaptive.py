@@ -20,7 +20,7 @@ from stepgraph.capture.policies import (
     make_adaptive,
     policy_from_dict,
 )
-from stepgraph.capture.policies.adaptive import PositionRates, expected_tokens
+from stepgraph.capture.policies.adaptive import PositionRates, RequestRates, expected_tokens
 from stepgraph.capture.policies.ladder import Rungs
 from stepgraph.capture.request import SamplingParams
 
@@ -141,24 +141,30 @@ def test_expected_tokens_are_leviathans_where_all_rates_are_one(rate, k):
 
 
 def test_rates_by_hand():
-    rates = PositionRates(2, 3, memory=0.5, weight=1.0)
-    rates.observe(np.array([0, 1]), 2, [2, 0])
-    rates.observe(np.array([0]), 3, [1])
-    # Row 0: position 0 had 0.5 + 1 of 0.5 + 1, position 1 had 0.5 of 0.5 + 1, position 2 was never reached.
-    first = (1.5 + 0.8) / (1.5 + 1)
-    second = (0.5 + first) / (1.5 + 1)
-    np.testing.assert_allclose(rates.rates(np.array([0]), np.full(3, 0.8))[0], [first, second, second])
-    first = 0.8 / 2
-    np.testing.assert_allclose(rates.rates(np.array([1]), np.array([0.8, 0.4, 0.4]))[0], [first, first / 2, first / 2])
+    rates = PositionRates([0.8, 0.4, 0.4], memory=0.5, weight=1.0)
+    rates.observe(2, [2, 0])
+    rates.observe(3, [1])
+    # Position 0: 0.5 of 2 reached and of 1 accepted, then 1 of each; position 1: 0.5 · 1 and 0.5 · 1, then 1 reached.
+    first = (1.5 + 0.8) / (2 + 1)
+    second = (0.5 + first / 2) / (1.5 + 1)
+    assert rates.rates() == pytest.approx([first, second, second])
+    own = RequestRates(3, memory=0.5, weight=1.0)
+    common = [0.8, 0.4, 0.2]
+    np.testing.assert_allclose(own.rates([7, 9], common), [common, common])
+    own.observe(2, [9, 7, 8], [2, 0, 1])
+    own.observe(3, [9], [1])
+    expected = [[0.8 / 2, 0.4, 0.2], [(1.5 + 0.8) / 2.5, (0.5 + 0.4) / 2.5, 0.2]]
+    np.testing.assert_allclose(own.rates([7, 9], common), expected)
+    np.testing.assert_allclose(own.rates([9, 5], common), [expected[1], common])
 
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_rates_find_the_truth(pooled):
     rng, truth = random.Random(1), [0.8, 0.8, 0.8] if pooled else [0.9, 0.5, 0.7]
-    rates = PositionRates(1, 3, memory=0.999, weight=2.0, pooled=pooled)
+    rates = PositionRates([0.3] * 3, memory=0.999, weight=2.0, pooled=pooled)
     for _ in range(3000):
-        rates.observe(slice(None), 3, draws(truth, 3, 4, rng))
-    np.testing.assert_allclose(rates.rates(slice(None), np.full(3, 0.3))[0], truth, atol=0.02)
+        rates.observe(3, draws(truth, 3, 4, rng))
+    np.testing.assert_allclose(rates.rates(), truth, atol=0.02)
 
 
 # -- goodput

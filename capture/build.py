@@ -15,7 +15,7 @@ from stepgraph.capture.schedule import Schedule, require_int
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.model.checkpoint import LoadedModel, load_model
-from stepgraph.model.drafters import DrafterSpec, load_draft_weights, make_drafter
+from stepgraph.model.drafters import DrafterSpec, EarlyStop, load_draft_weights, make_drafter
 from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV, block_bytes
 from stepgraph.model.transformer import Transformer
@@ -36,6 +36,7 @@ class EngineOptions:
         schedule: `[[first batch, last batch, k], …]`, JSON text or a path, instead of k.
         policy: a policy that learns (`stepgraph.capture.policies.ADAPTIVE`), instead of both.
         policy_options: its options by name.
+        early_stop: rows stop drafting before k by this rule (`stepgraph.model.drafters.early_stop.KNOWN`); None never.
         max_batch: most requests decoding at once.
         max_len: most tokens of a request, prompt included; None is 2048 or the model's own maximum, whichever is less.
         block_size: tokens in a KV block.
@@ -58,6 +59,7 @@ class EngineOptions:
     schedule: Schedule | str | list | dict | None = None
     policy: str | None = None
     policy_options: dict[str, Any] | None = None
+    early_stop: str | None = None
     max_batch: int = 8
     max_len: int | None = None
     block_size: int = 16
@@ -83,6 +85,8 @@ class EngineOptions:
             require_int("lag", self.lag, 0, MAX_LAG)
         if self.max_len is not None:
             require_int("max_len", self.max_len, 2)
+        if self.early_stop is not None:
+            EarlyStop.parse(self.early_stop)
         DrafterSpec.parse(self.drafter)
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device is {self.device!r}; allowed are cpu, cuda and cuda:N")
@@ -143,7 +147,8 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
     draft_weights = load_draft_weights(spec, target, loaded.name)
     num_blocks = _num_blocks(options, max_len, [m for m in (target, draft_weights) if m is not None])
     kv = PagedKV(target.config, num_blocks=num_blocks, block_size=options.block_size, dtype=target.dtype, device=target.device)
-    drafter = make_drafter(spec, target, kv, draft_weights, options.max_batch)
+    early_stop = None if options.early_stop is None else EarlyStop.parse(options.early_stop)
+    drafter = make_drafter(spec, target, kv, draft_weights, options.max_batch, early_stop)
     state = DecodeState(
         num_slots=options.max_batch,
         max_len=max_len,

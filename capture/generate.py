@@ -16,6 +16,7 @@ from stepgraph.capture.policies import ADAPTIVE
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import VERIFY, FinishReason, RequestOutput, SamplingParams
 from stepgraph.capture.schedule import show
+from stepgraph.model.drafters.early_stop import KNOWN as EARLY_STOPS
 from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 
@@ -30,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--schedule", help="k by batch: [[first, last, k], …] as JSON text or a file")
     choice.add_argument("--policy", choices=ADAPTIVE, help="choose k from what is accepted while running")
     parser.add_argument("--policy-options", metavar="JSON", help='of --policy by name, e.g. {"cost": "profile.json"}')
+    parser.add_argument("--early-stop", metavar="RULE", help=f"rows stop drafting before k: {EARLY_STOPS}")
+    parser.add_argument("--draft-limit", type=int, help="most drafts a step of these requests, whatever k is; 0 is none")
     parser.add_argument("--max-batch", type=int, default=defaults.max_batch, help="most requests at once")
     parser.add_argument("--max-len", type=int, help="most tokens of a request, prompt included (default 2048)")
     parser.add_argument("--max-new-tokens", type=int, default=sampling.max_new_tokens)
@@ -81,12 +84,13 @@ def run(args: argparse.Namespace) -> int:
         stop_ids=tuple(args.stop_id), ignore_eos=args.ignore_eos, stop=tuple(args.stop), min_tokens=args.min_tokens,
         logit_bias=_logit_bias(args.logit_bias), repetition_penalty=args.repetition_penalty,
         frequency_penalty=args.frequency_penalty, presence_penalty=args.presence_penalty, logprobs=args.logprobs,
+        draft_limit=args.draft_limit,
     )  # fmt: skip
     options = EngineOptions(
         model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, policy=args.policy,
         policy_options=_json_object("--policy-options", args.policy_options), max_batch=args.max_batch,
         max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
-        verify=args.verify, lag=args.lag, synthetic_rates=_rates(args.synthetic_acceptance),
+        verify=args.verify, lag=args.lag, early_stop=args.early_stop, synthetic_rates=_rates(args.synthetic_acceptance),
     )  # fmt: skip
 
     # Buckets that no prompt can fill would only be captured.

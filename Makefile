@@ -45,7 +45,7 @@ gate: extra ## compile every kernel that the model shapes launch, for GPUs that 
 test-triton-floor: venv ## interpreter tests and the quick gate under Triton 3.6.0
 	@test -e .venv-floor/ready || { rm -rf .venv-floor && $(PY) -m venv .venv-floor && \
 		.venv-floor/bin/python -m pip install --disable-pip-version-check torch==2.13.0 triton==3.6.0 'numpy<2.4' einops scipy \
-			pytest pytest-timeout pytest-xdist safetensors tqdm && \
+			pytest pytest-timeout pytest-xdist safetensors tokenizers gguf huggingface-hub jinja2 rich tqdm && \
 		.venv-floor/bin/python -m pip install --disable-pip-version-check --no-deps -e . && touch .venv-floor/ready; }
 	@$(INTERPRET) .venv-floor/bin/python -m pytest -n $(WORKERS) tests/kernels/interpreter
 	@OMP_NUM_THREADS=1 .venv-floor/bin/python -m pytest tests/aot

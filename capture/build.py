@@ -2,20 +2,20 @@
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from stepgraph.capture.engine import MAX_LAG, Engine
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.modes import Mode
-from stepgraph.capture.policies import KPolicy, make_policy
+from stepgraph.capture.policies import KPolicy, make_adaptive, make_policy
 from stepgraph.capture.request import require_verify
 from stepgraph.capture.schedule import Schedule, require_int
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.model.checkpoint import LoadedModel, load_model
-from stepgraph.model.drafters import DrafterSpec, load_draft_weights, make_drafter
+from stepgraph.model.drafters import DrafterSpec, EarlyStop, load_draft_weights, make_drafter
 from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV, block_bytes
 from stepgraph.model.transformer import Transformer
@@ -31,9 +31,12 @@ class EngineOptions:
 
     Attributes:
         model: see `stepgraph.model.checkpoint.load_model`.
-        drafter: see `stepgraph.model.drafters.KNOWN`.
+        drafter: see `stepgraph.model.drafters.spec.KNOWN`.
         k: drafts per step; None (with no schedule) is 3, or 0 without a drafter.
         schedule: `[[first batch, last batch, k], …]`, JSON text or a path, instead of k.
+        policy: a policy that learns (`stepgraph.capture.policies.ADAPTIVE`), instead of both.
+        policy_options: its options by name.
+        early_stop: rows stop drafting before k by this rule (`stepgraph.model.drafters.early_stop.KNOWN`); None never.
         max_batch: most requests decoding at once.
         max_len: most tokens of a request, prompt included; None is 2048 or the model's own maximum, whichever is less.
         block_size: tokens in a KV block.
@@ -54,6 +57,9 @@ class EngineOptions:
     drafter: str = "ngram"
     k: int | None = None
     schedule: Schedule | str | list | dict | None = None
+    policy: str | None = None
+    policy_options: dict[str, Any] | None = None
+    early_stop: str | None = None
     max_batch: int = 8
     max_len: int | None = None
     block_size: int = 16
@@ -79,6 +85,8 @@ class EngineOptions:
             require_int("lag", self.lag, 0, MAX_LAG)
         if self.max_len is not None:
             require_int("max_len", self.max_len, 2)
+        if self.early_stop is not None:
+            EarlyStop.parse(self.early_stop)
         DrafterSpec.parse(self.drafter)
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
             raise ValueError(f"device is {self.device!r}; allowed are cpu, cuda and cuda:N")
@@ -92,8 +100,14 @@ class EngineOptions:
         if self.mode not in list(Mode):
             raise ValueError(f"mode is {self.mode!r}; allowed are {', '.join(Mode)}")
 
-    def policy(self) -> KPolicy:
-        """The policy that k or the schedule asks for."""
+    def make_policy(self) -> KPolicy:
+        """The policy that these options ask for."""
+        if self.policy is not None:
+            if self.k is not None or self.schedule is not None:
+                raise ValueError(f"policy is {self.policy!r}, and k or a schedule was given too; give one of them")
+            return make_adaptive(self.policy, self.policy_options)
+        if self.policy_options is not None:
+            raise ValueError("policy_options were given without a policy")
         k = self.k
         if k is None and self.schedule is None:
             k = 0 if self.drafter == "none" else DEFAULT_K
@@ -118,7 +132,7 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
     Raises:
         ValueError: an option that cannot be, named with its value and what is allowed.
     """
-    policy = options.policy()  # before anything is loaded: a wrong option should not cost a model load
+    policy = options.make_policy()  # before anything is loaded: a wrong option should not cost a model load
     if loaded is None:
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load_model(
@@ -133,7 +147,8 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
     draft_weights = load_draft_weights(spec, target, loaded.name)
     num_blocks = _num_blocks(options, max_len, [m for m in (target, draft_weights) if m is not None])
     kv = PagedKV(target.config, num_blocks=num_blocks, block_size=options.block_size, dtype=target.dtype, device=target.device)
-    drafter = make_drafter(spec, target, kv, draft_weights, options.max_batch)
+    early_stop = None if options.early_stop is None else EarlyStop.parse(options.early_stop)
+    drafter = make_drafter(spec, target, kv, draft_weights, options.max_batch, early_stop)
     state = DecodeState(
         num_slots=options.max_batch,
         max_len=max_len,

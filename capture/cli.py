@@ -22,12 +22,19 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 def build_parser() -> argparse.ArgumentParser:
     # Imported here, under `guarded`: loading torch takes seconds, and an interrupt may fall into them.
-    from stepgraph.capture import generate
+    from stepgraph.capture import generate, show_environment
     from stepgraph.capture.plan import command as plan
+    from stepgraph.capture.simulate import command as simulate
 
     parser = Parser(prog="stepgraph", description="Whole speculative-decoding steps, one graph for each (batch, k).")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
-    for name, what, module in (("generate", "generate text", generate), ("plan", "predict steps on a GPU", plan)):
+    modules = (
+        ("generate", "generate text", generate),
+        ("plan", "predict steps on a GPU", plan),
+        ("simulate", "compare policies for k in a drawn or recorded world", simulate),
+        ("env", "describe this machine for a results file", show_environment),
+    )
+    for name, what, module in modules:
         command = commands.add_parser(name, help=what, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     speculative_options = replace(plain_options, drafter=args.drafter, k=args.k)
     params = SamplingParams(max_new_tokens=args.max_new_tokens)
 
-    speculative_options.policy()  # refuses a bad k before the model is loaded
+    speculative_options.make_policy()  # refuses a bad k before the model is loaded
     loaded = load_model(args.model)
     console.print(f"{loaded.name} loaded in {loaded.load_s:.1f} s")
     engines = [build_engine(options, loaded).engine for options in (speculative_options, plain_options)]

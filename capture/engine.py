@@ -222,7 +222,8 @@ class Engine:
         requests = self._launchable()
         if not requests:
             return
-        state, k = self.graphs.step.state, self.policy.choose(len(requests))
+        state, context = self.graphs.step.state, sum(request.length for request in requests) // len(requests)
+        k = self.policy.choose(len(requests), context, [request.id for request in requests])
         most_new = k + 1 + sum(step.most_tokens for step in self._in_flight)
         for request in requests:  # blocks for the longest text that the steps in flight and this one can make
             self.scheduler.grow(request, request.length + most_new - 1)
@@ -252,7 +253,7 @@ class Engine:
             elif result.finished == LENGTH:
                 request.ended = FinishReason.LENGTH
         record = step.record([result for result, _ in rows], lag)
-        self.policy.observe(step.k, record.accepted, lag)
+        self.policy.observe(step.k, record.accepted, lag, record.requests)
         if self.on_step is not None:
             self.on_step(record)
 

@@ -12,9 +12,12 @@ from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
 from stepgraph.capture.console import INTERRUPTED, OrderedStream, graphs_table, progress, stats_table
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.modes import Mode
+from stepgraph.capture.policies import ADAPTIVE
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import VERIFY, FinishReason, RequestOutput, SamplingParams
-from stepgraph.model.drafters import KNOWN as KNOWN_DRAFTERS
+from stepgraph.capture.schedule import show
+from stepgraph.model.drafters.early_stop import KNOWN as EARLY_STOPS
+from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--k", type=int, help="drafts a step (default 3; 0 without a drafter)")
     choice.add_argument("--schedule", help="k by batch: [[first, last, k], …] as JSON text or a file")
+    choice.add_argument("--policy", choices=ADAPTIVE, help="choose k from what is accepted while running")
+    parser.add_argument("--policy-options", metavar="JSON", help='of --policy by name, e.g. {"cost": "profile.json"}')
+    parser.add_argument("--early-stop", metavar="RULE", help=f"rows stop drafting before k: {EARLY_STOPS}")
+    parser.add_argument("--draft-limit", type=int, help="most drafts a step of these requests, whatever k is; 0 is none")
     parser.add_argument("--max-batch", type=int, default=defaults.max_batch, help="most requests at once")
     parser.add_argument("--max-len", type=int, help="most tokens of a request, prompt included (default 2048)")
     parser.add_argument("--max-new-tokens", type=int, default=sampling.max_new_tokens)
@@ -77,11 +84,13 @@ def run(args: argparse.Namespace) -> int:
         stop_ids=tuple(args.stop_id), ignore_eos=args.ignore_eos, stop=tuple(args.stop), min_tokens=args.min_tokens,
         logit_bias=_logit_bias(args.logit_bias), repetition_penalty=args.repetition_penalty,
         frequency_penalty=args.frequency_penalty, presence_penalty=args.presence_penalty, logprobs=args.logprobs,
+        draft_limit=args.draft_limit,
     )  # fmt: skip
     options = EngineOptions(
-        model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, max_batch=args.max_batch,
+        model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, policy=args.policy,
+        policy_options=_json_object("--policy-options", args.policy_options), max_batch=args.max_batch,
         max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
-        verify=args.verify, lag=args.lag, synthetic_rates=_rates(args.synthetic_acceptance),
+        verify=args.verify, lag=args.lag, early_stop=args.early_stop, synthetic_rates=_rates(args.synthetic_acceptance),
     )  # fmt: skip
 
     # Buckets that no prompt can fill would only be captured.
@@ -168,6 +177,18 @@ def _logit_bias(entries: list[str]) -> dict[int, float]:
             raise ValueError(f"--logit-bias names token {token} twice; allowed is once")
         bias[token] = number
     return bias
+
+
+def _json_object(option: str, text: str | None) -> dict | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{option} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} is {show(value)}; it must be an object of names and values")
+    return value
 
 
 def _rates(text: str | None) -> tuple[float, ...] | None:

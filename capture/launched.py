@@ -19,7 +19,7 @@ class StepRecord:
         key: "4x3" for a graph of 4 rows at k = 3; None when the step ran operator by operator.
         reason: why it had no graph, None when it had one.
         padding: padding rows.
-        drafted, accepted: of each live row; rows whose request had ended before the step have none.
+        requests, drafted, accepted: id and counts of each live row; rows whose request had ended before the step have none.
         lag: steps launched after this one before its results were read.
     """
 
@@ -30,6 +30,7 @@ class StepRecord:
     key: str | None
     reason: str | None
     padding: int
+    requests: list[int]
     drafted: list[int]
     accepted: list[int]
     lag: int
@@ -75,7 +76,7 @@ class LaunchedStep:
         return rows
 
     def record(self, results: list[StepResult], lag: int) -> StepRecord:
-        live = [result for result in results if result.tokens]
+        rows = [(request, result) for request, result in zip(self.requests, results, strict=True) if result.tokens]
         batch = len(self.requests)
         return StepRecord(
             step=self.number,
@@ -85,7 +86,8 @@ class LaunchedStep:
             key=None if self.key is None else f"{self.key.batch}x{self.key.k}",
             reason=self.reason,
             padding=0 if self.key is None else self.key.batch - batch,
-            drafted=[result.drafted for result in live],
-            accepted=[result.accepted for result in live],
+            requests=[request.id for request, _ in rows],
+            drafted=[result.drafted for _, result in rows],
+            accepted=[result.accepted for _, result in rows],
             lag=lag,
         )

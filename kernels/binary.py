@@ -76,7 +76,9 @@ def parse_listing(listing: str) -> list[tuple[int, str, str]]:
 
 
 def main_loop(instructions: list[tuple[int, str, str]]) -> Counter:
-    """Instructions between a backward branch and its target, for the loop with the most multiplies, then the fewest lines."""
+    """Instructions between a backward branch and its target, for the loop with the most multiplies, then the fewest lines; all
+    instructions where no loop multiplies, as when its only round has been unrolled.
+    """
     best, best_rank = Counter(), (0, 0)
     for address, name, operands in instructions:
         target = re.search(r"0x([0-9a-f]+)\s*$", operands) if name.startswith("BRA") else None
@@ -87,7 +89,7 @@ def main_loop(instructions: list[tuple[int, str, str]]) -> Counter:
         rank = (multiplies, -sum(body.values()))
         if multiplies and rank > best_rank:
             best, best_rank = body, rank
-    return best
+    return best or Counter(name for _, name, _ in instructions)
 
 
 def _run(tool: str, *arguments: str) -> str:

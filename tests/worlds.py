@@ -7,7 +7,7 @@ from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.model.checkpoint.eagle3 import eagle3_config_for
 from stepgraph.model.config import ModelConfig, RopeConfig
-from stepgraph.model.drafters import Drafter, DrafterSpec, Proposal, StepRows, make_drafter
+from stepgraph.model.drafters import Drafter, DrafterSpec, EarlyStop, Proposal, StepRows, make_drafter
 from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.transformer import Transformer
@@ -61,6 +61,7 @@ def tiny_step(
     k_max: int = 5,
     block_size: int = 4,
     draft_seed: int = 0,
+    early_stop: str | None = None,
 ) -> SpeculativeStep:
     """A step whose slot s owns the blocks s * M + 1 .. (s + 1) * M. `draft-model:tiny` is a model of another seed,
     `eagle3:tiny` a head of random weights that can propose about two thirds of the tokens.
@@ -76,7 +77,8 @@ def tiny_step(
             weights = tiny_model(draft_seed, model.config.family, model.dtype).to(device)
         elif spec.modelled.kind == "eagle3":
             weights = tiny_head(model, draft_seed)
-        drafter = make_drafter(spec, model, kv, weights, num_slots)
+        stop = None if early_stop is None else EarlyStop.parse(early_stop)
+        drafter = make_drafter(spec, model, kv, weights, num_slots, stop)
     return SpeculativeStep(model, kv, state, drafter)
 
 

@@ -21,7 +21,7 @@ from stepgraph.capture.plan.shapes import StepShapes
 from stepgraph.capture.policies import make_policy
 from stepgraph.capture.request import require_number
 from stepgraph.capture.schedule import require_int
-from stepgraph.model.drafters import KNOWN as KNOWN_DRAFTERS
+from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 DEFAULT_K = 3
 

@@ -20,7 +20,7 @@ class StepShapes:
 
     Args:
         model: as `load_model` takes it, or the name of a preset.
-        drafter: see `stepgraph.model.drafters.KNOWN`.
+        drafter: see `stepgraph.model.drafters.spec.KNOWN`.
         max_batch, max_len, k_max, block_size: sizes of the state.
         dtype: of weights and cache.
 

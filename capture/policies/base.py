@@ -32,21 +32,24 @@ class KPolicy(Protocol):
         """
         ...
 
-    def choose(self, batch: int) -> int:
+    def choose(self, batch: int, context: int | None = None, requests: Sequence[int] | None = None) -> int:
         """k of the next step; call it once per step.
 
         Args:
             batch: decoding requests in the step. Prefilling requests do not count: a prompt that joins must not change k.
+            context: mean tokens of those requests, committed ones; None if nobody says.
+            requests: their ids, for policies that keep something of each.
         """
         ...
 
-    def observe(self, k_run: int, accepted: Sequence[int], lag: int = 0) -> None:
+    def observe(self, k_run: int, accepted: Sequence[int], lag: int = 0, requests: Sequence[int] | None = None) -> None:
         """Report a finished step.
 
         Args:
             k_run: the k that the step ran at, which may differ from the k of the latest `choose`.
             accepted: accepted draft tokens of each live request, 0..k_run; padding rows are left out.
             lag: steps launched since that one, before its result was known.
+            requests: ids of the requests, in the order of `accepted`.
         """
         ...
 

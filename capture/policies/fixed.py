@@ -32,11 +32,11 @@ class FixedPolicy:
     def keys(self, max_batch: int, rungs: Sequence[int] | None = None) -> KeySet:
         return reachable_keys(self.reachable(max_batch), max_batch, rungs)
 
-    def choose(self, batch: int) -> int:
+    def choose(self, batch: int, context: int | None = None, requests: Sequence[int] | None = None) -> int:
         require_int("batch", batch, 1)
         return self.k
 
-    def observe(self, k_run: int, accepted: Sequence[int], lag: int = 0) -> None:
+    def observe(self, k_run: int, accepted: Sequence[int], lag: int = 0, requests: Sequence[int] | None = None) -> None:
         """Nothing to learn."""
 
     def to_dict(self) -> dict[str, Any]:

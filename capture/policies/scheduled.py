@@ -51,7 +51,7 @@ class SchedulePolicy:
     def keys(self, max_batch: int, rungs: Sequence[int] | None = None) -> KeySet:
         return reachable_keys(self.schedule, max_batch, rungs, held=self._held(max_batch))
 
-    def choose(self, batch: int) -> int:
+    def choose(self, batch: int, context: int | None = None, requests: Sequence[int] | None = None) -> int:
         require_int("batch", batch, 1)
         wanted = bisect_right(self._firsts, batch) - 1
         if self._current is None:
@@ -63,7 +63,7 @@ class SchedulePolicy:
         self._age = min(self._age + 1, self.hold_steps)
         return self._ranges[self._current][2]
 
-    def observe(self, k_run: int, accepted: Sequence[int], lag: int = 0) -> None:
+    def observe(self, k_run: int, accepted: Sequence[int], lag: int = 0, requests: Sequence[int] | None = None) -> None:
         """Nothing to learn: the schedule is the measurement."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def rejection_sample_triton(
                 "winner_ptr": winner,
             },
             constexprs={**flags, "BLOCK": BLOCK, "TILES": TILES},
+            num_warps=8,
         )
     )
     # One program per request.

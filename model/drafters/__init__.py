@@ -7,6 +7,7 @@ from stepgraph.model.drafters.base import Drafter, PromptChunk, Proposal, StepRo
 from stepgraph.model.drafters.draft_model import DraftModelDrafter
 from stepgraph.model.drafters.eagle3 import Eagle3Drafter
 from stepgraph.model.drafters.early_exit import EarlyExitDrafter
+from stepgraph.model.drafters.early_stop import EarlyStop
 from stepgraph.model.drafters.hybrid import HybridDrafter
 from stepgraph.model.drafters.ngram import NgramDrafter
 from stepgraph.model.drafters.spec import DrafterSpec
@@ -20,6 +21,7 @@ __all__ = [
     "DrafterSpec",
     "Eagle3Drafter",
     "EarlyExitDrafter",
+    "EarlyStop",
     "HybridDrafter",
     "NgramDrafter",
     "PromptChunk",
@@ -63,6 +65,7 @@ def make_drafter(
     kv: PagedKV,
     weights: Transformer | Eagle3Head | None = None,
     num_slots: int = 0,
+    early_stop: EarlyStop | None = None,
 ) -> Drafter | None:
     """The drafter that `spec` describes; None for "none".
 
@@ -71,22 +74,29 @@ def make_drafter(
         target, kv: the target model and its cache.
         weights: of `load_draft_weights`.
         num_slots: requests that the state can hold, for drafters that keep something by slot.
+        early_stop: when a row stops drafting; for drafters that run a model.
 
     Raises:
         ValueError: an option that does not fit the target.
     """
+    if early_stop is not None and spec.kind in ("none", "ngram"):
+        raise ValueError(f"early_stop needs a drafter that runs a model; drafter is {spec.kind!r}")
+    if spec.kind == "none":
+        return None
     if spec.kind == "ngram":
         return NgramDrafter(*spec.matches)
     if spec.other is not None:
-        return HybridDrafter(NgramDrafter(*spec.matches), make_drafter(spec.other, target, kv, weights, num_slots))
+        other = make_drafter(spec.other, target, kv, weights, num_slots, early_stop)
+        return HybridDrafter(NgramDrafter(*spec.matches), other)
     if spec.kind == "early-exit":
-        return EarlyExitDrafter(target, kv, spec.num_layers)
-    if spec.kind == "draft-model":
-        return _draft_model(spec.model, target, kv, weights)
-    if spec.kind == "eagle3":
+        drafter = EarlyExitDrafter(target, kv, spec.num_layers)
+    elif spec.kind == "draft-model":
+        drafter = _draft_model(spec.model, target, kv, weights)
+    else:
         name = f"eagle3:{spec.head}" if spec.head else "eagle3"
-        return Eagle3Drafter(weights, target, _own_kv(weights, kv), num_slots, name)
-    return None
+        drafter = Eagle3Drafter(weights, target, _own_kv(weights, kv), num_slots, name)
+    drafter.early_stop = early_stop
+    return drafter
 
 
 def _own_kv(weights: Transformer | Eagle3Head, kv: PagedKV) -> PagedKV:

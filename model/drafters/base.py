@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from stepgraph.kernels.philox import Stream
 from stepgraph.kernels.sampling import draw, token_law
 from stepgraph.kernels.support import CaptureSupport
+from stepgraph.model.drafters.early_stop import EarlyStop
 from stepgraph.model.rows import QueryRows, query_rows
 
 
@@ -109,12 +111,14 @@ class Drafter(nn.Module):
         max_positions: largest position + 1 at which it can draft, None for no limit of its own.
         capture_support: what its part of the step can be captured for.
         feature_layers: layers of the target whose inputs it wants to see (`Transformer.hidden_and_features`).
+        early_stop: when a row stops drafting before k; None never does.
     """
 
     name: str
     max_positions: int | None = None
     capture_support: CaptureSupport = CaptureSupport.UNIFORM_BATCH
     feature_layers: tuple[int, ...] = ()
+    early_stop: EarlyStop | None = None
 
     def propose(self, rows: StepRows, k: int) -> Proposal:
         """k ≥ 1 proposals for positions `seq_len + 1 ..` of each row; columns from `num_drafts` on may hold anything."""
@@ -136,6 +140,7 @@ def draft_rows(
     block_size: int,
     token: Tensor,
     logits_of: Callable[[Tensor, QueryRows], Tensor],
+    early_stop: EarlyStop | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Draft autoregressively, one row a column.
 
@@ -145,6 +150,7 @@ def draft_rows(
         block_size: tokens in a KV block.
         token: `[B]` int64, the token before the first of the columns.
         logits_of: runs a model over tokens `[B, 1]` at the given rows and returns logits `[B, V]`.
+        early_stop: see `draw_draft`.
 
     Returns:
         tokens `[B]` and laws `[B, V]` of each column.
@@ -154,18 +160,20 @@ def draft_rows(
         drafting = rows.live & (rows.num_drafts > column)
         position = rows.seq_len + column
         query = rows.query(position, 1, block_size, live=drafting, writable=position + 1)
-        token, law = draw_draft(logits_of(token[:, None], query), rows, column)
+        token, law = draw_draft(logits_of(token[:, None], query), rows, column, early_stop)
         tokens.append(token)
         laws.append(law)
     return tokens, laws
 
 
-def draw_draft(logits: Tensor, rows: StepRows, column: int) -> tuple[Tensor, Tensor]:
+def draw_draft(logits: Tensor, rows: StepRows, column: int, early_stop: EarlyStop | None = None) -> tuple[Tensor, Tensor]:
     """Draw the draft of `column` (0-based) from `logits [B, V]` under each row's sampling parameters.
 
     Returns:
-        tokens `[B]` int64 and the law `[B, V]` they were drawn from, which is what the acceptance test must use.
+        tokens `[B]` int64, −1 where `early_stop` wants none, and the law `[B, V]` they were drawn from, which is what the
+        acceptance test must use.
     """
     law = token_law(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
     position = rows.seq_len + 1 + column
-    return draw(law, rows.seed, position, rows.seq_len, int(Stream.DRAFT)), law
+    token = draw(law, rows.seed, position, rows.seq_len, int(Stream.DRAFT))
+    return token if early_stop is None else torch.where(early_stop.keeps(logits), token, -1), law

@@ -28,8 +28,8 @@ class DraftModelDrafter(Drafter):
         def one_row(tokens: Tensor, query: QueryRows) -> Tensor:
             return self.model.logits(self.model.hidden(tokens, query, self.kv)[:, 0])
 
-        token, law = draw_draft(self.model.logits(self._catch_up(rows)[:, 1]), rows, 0)
-        tokens, laws = draft_rows(rows, range(1, k), self.kv.block_size, token, one_row)
+        token, law = draw_draft(self.model.logits(self._catch_up(rows)[:, 1]), rows, 0, self.early_stop)
+        tokens, laws = draft_rows(rows, range(1, k), self.kv.block_size, token, one_row, self.early_stop)
         return Proposal(torch.stack([token, *tokens], 1), torch.stack([law, *laws], 1))
 
     def observe(self, rows: StepRows, k: int, verified: Verified) -> None:

@@ -49,17 +49,22 @@ class Eagle3Drafter(Drafter):
 
     def propose(self, rows: StepRows, k: int) -> Proposal:
         head, feature = self.head, self.feature[rows.slots]
-        drafted, law = draw_draft(head.logits(feature), rows, 0)
-        tokens, laws = [torch.where(rows.seq_len > 0, head.target_ids[drafted], -1)], [law]
+        drafted, law = draw_draft(head.logits(feature), rows, 0, self.early_stop)
+        tokens, laws = [torch.where(rows.seq_len > 0, self._target_ids(drafted), -1)], [law]
         for column in range(1, k):
             position = rows.seq_len + column - 1
             live = rows.live & (rows.num_drafts > column)
             query = rows.query(position, 1, self.kv.block_size, live=live, writable=position + 1)
             feature = head(tokens[-1][:, None], feature[:, None], query, self.kv, self.embed)[:, 0]
-            drafted, law = draw_draft(head.logits(feature), rows, column)
-            tokens.append(head.target_ids[drafted])
+            drafted, law = draw_draft(head.logits(feature), rows, column, self.early_stop)
+            tokens.append(self._target_ids(drafted))
             laws.append(law)
         return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1), d2t=head.target_ids if head.eagle.reduced else None)
+
+    def _target_ids(self, drafted: Tensor) -> Tensor:
+        """Target ids of draft ids; −1, "no draft", stays what it is."""
+        ids = self.head.target_ids[drafted.clamp(min=0)]
+        return ids if self.early_stop is None else torch.where(drafted < 0, -1, ids)
 
     def observe(self, rows: StepRows, k: int, verified: Verified) -> None:
         committed = (rows.seq_len + verified.accepted + 1).clamp(max=self.max_positions)

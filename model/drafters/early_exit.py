@@ -32,5 +32,5 @@ class EarlyExitDrafter(Drafter):
         def first_layers(tokens: Tensor, query: QueryRows) -> Tensor:
             return target.logits(target.hidden(tokens, query, kv, self.num_layers)[:, 0])
 
-        tokens, laws = draft_rows(rows, range(k), kv.block_size, rows.last_token, first_layers)
+        tokens, laws = draft_rows(rows, range(k), kv.block_size, rows.last_token, first_layers, self.early_stop)
         return Proposal(torch.stack(tokens, 1), torch.stack(laws, 1))

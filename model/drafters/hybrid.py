@@ -23,6 +23,7 @@ class HybridDrafter(Drafter):
         self.lookup, self.other = lookup, other
         self.name = f"hybrid:{lookup.min_match}:{other.name}"
         self.max_positions, self.feature_layers = other.max_positions, other.feature_layers
+        self.early_stop = other.early_stop
         self.capture_support = min(lookup.capture_support, other.capture_support)
 
     def propose(self, rows: StepRows, k: int) -> Proposal:

@@ -128,7 +128,7 @@ def test_command_line_log(tmp_path, capsys):
     assert "capture s" in printed.err
     assert len(records) == document["stats"]["steps"]
     assert set(records[0]) == {
-        "step", "batch", "k_asked", "k_run", "key", "reason", "padding", "drafted", "accepted", "lag",
+        "step", "batch", "k_asked", "k_run", "key", "reason", "padding", "requests", "drafted", "accepted", "lag",
     }  # fmt: skip
     assert main([*tiny, "--log-steps", str(tmp_path / "missing" / "x")]) == 2
     assert "--log-steps is" in capsys.readouterr().err

@@ -163,7 +163,7 @@ def test_other_arguments_are_checked():
     ("data", "reason"),
     [
         (None, "kind is None"),
-        ({"kind": "oracle"}, "kind is 'oracle'; it must be one of fixed, schedule"),
+        ({"kind": "oracle"}, "kind is 'oracle'; it must be one of bandit, fixed, goodput, ladder, schedule"),
         ({"kind": ["fixed"]}, "kind is"),
         ({"kind": "fixed"}, "no 'k' entry"),
         ({**make_policy(schedule=PUBLISHED).to_dict(), "current": 5}, "current is 5"),

@@ -13,7 +13,7 @@ from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.keys import GraphKey, KeySet
 from stepgraph.kernels.rejection import Verify
 from stepgraph.kernels.rejection.law import chi_square
-from stepgraph.model.drafters import DraftModelDrafter
+from stepgraph.model.drafters import DraftModelDrafter, EarlyStop
 from stepgraph.model.kv_cache import PagedKV
 
 VOCAB, SLOTS, REPLAYS, K = 4, 8, 1000, 2
@@ -41,17 +41,41 @@ def two_tokens(model) -> np.ndarray:
     return law
 
 
+class SecondDraftStops(EarlyStop):
+    """Keeps the first draft, and the second where its law is sure enough: after some first drafts, not after others."""
+
+    def __init__(self, step):
+        state, sure = step.state, set()
+        state.set_rows(list(range(SLOTS)))
+        for sample in range(40):
+            state.seed[:SLOTS] = torch.arange(SLOTS) + sample * SLOTS
+            with torch.no_grad():
+                laws = step.drafter.propose(state.rows(SLOTS, K, step.drafter.max_positions), K).law
+            sure |= set(laws[:, 1].amax(-1).tolist())
+        super().__init__("confidence", (min(sure) + max(sure)) / 2)
+        object.__setattr__(self, "asked", 0)
+
+    def keeps(self, logits):
+        object.__setattr__(self, "asked", self.asked + 1)
+        return super().keeps(logits) | (self.asked % K == 1)
+
+
 def with_draft_model(step, model) -> None:
     """Give the step a draft model, one of another seed with the same tiny vocabulary."""
     own = PagedKV(model.config, num_blocks=step.kv.num_blocks, block_size=step.kv.block_size, dtype=model.dtype)
     step.drafter = DraftModelDrafter(model, own, "tiny")
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "early-exit:1", "draft-model", "eagle3:tiny", "hybrid:2:eagle3:tiny"])
+DRAFTERS = ("ngram", "early-exit:1", "draft-model", "eagle3:tiny", "hybrid:2:eagle3:tiny")
+
+
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "early-exit:1 stops", "eagle3:tiny stops"])
 def test_law_across_replays(drafter):
     """Cases 1, 2, 4 and 10 through whole steps: one-hot drafts, a drafter inside the target, a drafter beside it, one
-    with a reduced vocabulary, and one whose rows are one-hot or not as the text has it.
+    with a reduced vocabulary, and one whose rows are one-hot or not as the text has it; and two whose rows
+    stop drafting by what was drafted before, so that blocks differ in length.
     """
+    drafter, _, stops = drafter.partition(" ")
     layers = 2 if drafter.startswith(("early-exit", "eagle3", "hybrid")) else 1
     model = tiny_model(5, vocab_size=VOCAB, num_layers=layers, dtype=torch.float32)
     with torch.no_grad():
@@ -64,6 +88,8 @@ def test_law_across_replays(drafter):
     for slot in range(SLOTS):
         place(step, slot, PROMPT, temperature=1.0)
     state.verify[:SLOTS] = torch.arange(SLOTS) % 2  # standard, block
+    if stops:
+        step.drafter.early_stop = SecondDraftStops(step)
     start = {name: buffer.clone() for name, buffer in state.named_buffers() if name in ("seq_len", "last_token", "history")}
     graphs = StepGraphs(step, KeySet([GraphKey(SLOTS, K)]))
     state.set_rows(list(range(SLOTS)))
@@ -76,6 +102,9 @@ def test_law_across_replays(drafter):
         graphs.replay(SLOTS, K)
         pairs[sample] = state.history[:SLOTS, len(PROMPT) : len(PROMPT) + 2] @ torch.tensor([VOCAB, 1])
     assert graphs.hits == REPLAYS
+    if stops:
+        first, second = state.drafted_at[:SLOTS, :2].sum(0).tolist()
+        assert 0.05 < second / first < 0.95
     law = two_tokens(model)
     assert 0.001 < law.min() < law.max() < 0.6
     bound = chi2.isf(1e-4, law.size - 1)

@@ -1,0 +1,120 @@
+"""T(batch, k): what a step costs, as measured or planned, for the policies and the simulator that weigh tokens against time.
+
+A file is `{"schema": "stepgraph.profile/1", "rows": [{"batch", "k", "context", "step_ms"}, …]}`; `stepgraph profile` writes it,
+with more beside the rows.
+"""
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from stepgraph.capture.schedule import require_int, show
+
+SCHEMA = "stepgraph.profile/1"
+FIELDS = ("batch", "k", "context", "step_ms")
+
+
+class CostTable:
+    """Step times by batch, k and context, linear between measured points.
+
+    Beyond the largest measured batch or context the last two points are continued in a straight line (a single point stands
+    for all); below the smallest its own time holds. Between two k that were measured, k that were not are an error: a graph
+    that nobody timed is none to choose.
+
+    Args:
+        rows: `{"batch", "k", "context", "step_ms"}`; batch ≥ 1, k ≥ 0, context ≥ 0 in tokens, step_ms > 0. Each
+            (batch, k, context) once.
+
+    Raises:
+        ValueError: a row is not that, or there is none.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]]):
+        points: dict[int, dict[int, dict[int, float]]] = {}
+        self.rows: list[dict[str, Any]] = []
+        for number, row in enumerate(rows):
+            name = f"row {number} of the cost table"
+            if not isinstance(row, Mapping) or any(field not in row for field in FIELDS):
+                raise ValueError(f"{name} is {show(row)}; it must have {', '.join(FIELDS)}.")
+            batch, k = require_int(f"batch in {name}", row["batch"], 1), require_int(f"k in {name}", row["k"], 0)
+            context, step_ms = require_int(f"context in {name}", row["context"], 0), row["step_ms"]
+            if isinstance(step_ms, bool) or not isinstance(step_ms, int | float) or not 0 < step_ms < float("inf"):
+                raise ValueError(f"step_ms in {name} is {show(step_ms)}; it must be a positive number.")
+            batches = points.setdefault(k, {}).setdefault(context, {})
+            if batch in batches:
+                raise ValueError(f"{name} is the second for batch {batch}, k {k}, context {context}.")
+            batches[batch] = float(step_ms)
+            self.rows.append({"batch": batch, "k": k, "context": context, "step_ms": float(step_ms)})
+        if not points:
+            raise ValueError("the cost table has no rows.")
+        self._lines = {
+            k: sorted((context, sorted(batches.items())) for context, batches in contexts.items())
+            for k, contexts in points.items()
+        }
+        self._known: dict[tuple[int, int, int], float] = {}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file of `SCHEMA`.
+
+        Raises:
+            ValueError: it cannot be read or is not such a file.
+        """
+        name = Path(path).name
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ValueError(f"profile {name} cannot be read: {error}") from None
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA or not isinstance(content.get("rows"), list):
+            raise ValueError(f"profile {name} is not of schema {SCHEMA} with rows; stepgraph profile writes one.")
+        try:
+            return cls(content["rows"])
+        except ValueError as error:
+            raise ValueError(f"profile {name}: {error}") from None
+
+    @property
+    def ks(self) -> frozenset[int]:
+        """Every k that was measured."""
+        return frozenset(self._lines)
+
+    def step_ms(self, batch: int, k: int, context: int | None = None) -> float:
+        """Milliseconds of a step of `batch` requests with `k` drafts each.
+
+        Args:
+            batch: live requests, at least 1.
+            k: one of `ks`.
+            context: mean tokens of a request; None stands for the smallest context measured.
+
+        Raises:
+            ValueError: k was not measured, or batch < 1.
+        """
+        key = (batch, k, -1 if context is None else context)
+        known = self._known.get(key)
+        if known is None:
+            # A cache of what a run asks for; a run that wanders through all contexts must not grow it for ever.
+            if len(self._known) > 1 << 16:
+                self._known.clear()
+            known = self._known[key] = self._interpolated(batch, k, context)
+        return known
+
+    def _interpolated(self, batch: int, k: int, context: int | None) -> float:
+        require_int("batch", batch, 1)
+        if k not in self._lines:
+            raise ValueError(f"k is {show(k)}; the cost table has {', '.join(map(str, sorted(self._lines)))}.")
+        lines = self._lines[k]
+        if context is None:
+            return _line(lines[0][1], batch)
+        return _line([(at, _line(batches, batch)) for at, batches in lines], context)
+
+
+def _line(points: Sequence[tuple[int, float]], x: int) -> float:
+    """Value at x of the line through ascending points; see `CostTable` for what lies outside."""
+    if len(points) == 1 or x <= points[0][0]:
+        return points[0][1]
+    right = min(bisect_right(points, x, key=lambda point: point[0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    # Noise can make the last stretch fall; continued, it must not reach zero.
+    return max(y0 + (y1 - y0) * (x - x0) / (x1 - x0), min(y0, y1) if x > x1 else 0.0)

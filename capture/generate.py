@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
-from stepgraph.capture.console import INTERRUPTED, OrderedStream, graphs_table, progress, stats_table
+from stepgraph.capture.console import INTERRUPTED, OrderedStream, graphs_table, progress, require_writable, stats_table
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.launched import StepRecord
 from stepgraph.capture.metrics import StepMetrics, write_prometheus
@@ -78,11 +78,8 @@ def run(args: argparse.Namespace) -> int:
     texts = [*args.texts, *(record.prompt for record in (read_prompts(args.prompts) if args.prompts else []))]
     if not texts:
         raise ValueError("no prompt was given; give texts or --prompts FILE.jsonl")
-    if args.json not in (None, "-"):
-        _require_writable("--json", args.json)
-    for option, path in (("--log-steps", args.log_steps), ("--metrics", args.metrics)):
-        if path is not None:
-            _require_writable(option, path)
+    for option, path in (("--json", args.json), ("--log-steps", args.log_steps), ("--metrics", args.metrics)):
+        require_writable(option, path)
     params = SamplingParams(
         args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.min_p,
         stop_ids=tuple(args.stop_id), ignore_eos=args.ignore_eos, stop=tuple(args.stop), min_tokens=args.min_tokens,
@@ -199,16 +196,3 @@ def _rates(text: str | None) -> tuple[float, ...] | None:
         return tuple(float(rate) for rate in text.split(","))
     except ValueError:
         raise ValueError(f"--synthetic-acceptance is {text!r}; allowed are numbers in [0, 1], as in 0.8,0.6") from None
-
-
-def _require_writable(option: str, path: str) -> None:
-    """Find out before the work whether its result can be kept."""
-    target = Path(path)
-    existed = target.exists()
-    try:
-        with target.open("a"):
-            pass
-    except OSError as error:
-        raise ValueError(f"{option} is {path!r}, which cannot be written: {error.strerror}") from None
-    if not existed:
-        target.unlink()

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.capture.console import shown
+from stepgraph.capture.console import require_writable, shown
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.policies import ADAPTIVE, FixedPolicy, KPolicy, SchedulePolicy, make_adaptive
 from stepgraph.capture.policies.ladder import PUBLISHED, Rungs
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_writable("--json", args.json)
     require_int("seed", args.seed, 0)
     world, rng = parse_world(args.world), np.random.default_rng(args.seed)
     ks = _ks(args.ks, world.k_max if isinstance(world, Recorded) else LARGEST_K)

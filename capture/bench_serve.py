@@ -12,6 +12,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine, load_target
+from stepgraph.capture.console import require_writable
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.experiments.prompt_sets import load_prompts
 from stepgraph.capture.policies import ADAPTIVE, policy_from_dict
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_writable("--json", args.json)
     rng = np.random.default_rng(require_int("seed", args.seed, 0))
     rounds = require_int("rounds", args.rounds, 1, 1000)
     arrivals = parse_arrivals(args.arrivals, rng, args.requests, args.prompt_tokens, args.output_tokens)

@@ -11,6 +11,7 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, load_target
+from stepgraph.capture.console import require_writable
 from stepgraph.capture.cost_table import SCHEMA, CostTable
 from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts
 from stepgraph.capture.modes import Mode
@@ -51,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
     max_batch = max(batches) if args.max_batch is None else require_int("--max-batch", args.max_batch, 1, 1 << 16)
     params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
     out = Path(args.out)
-    if not out.parent.is_dir() or out.is_dir():
-        raise ValueError(f"--out is {str(out)!r}; it must be a file in a folder that exists")
+    require_writable("--out", args.out)
     drafter = args.drafter if max(ks) else "none"
     options = EngineOptions(
         args.model, drafter, k=max(ks), dtype=args.dtype, device=args.device, mode=args.mode, seed=args.seed

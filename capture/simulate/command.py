@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", default="iid:0.8", help="iid:RATE, positions:RATE,…, regimes:DWELL:RATE,…/RATE,… or recorded:FILE.jsonl")
     add("--arrivals", default="closed", help="closed, poisson:PER_S, bursty:PER_S:FACTOR:PERIOD_S or csv:FILE")
     cost = parser.add_mutually_exclusive_group()
-    cost.add_argument("--cost", metavar="PROFILE", help="step times: a file of stepgraph profile")
+    cost.add_argument(
+        "--cost", action="append", metavar="FILE", help="step times: a profile, or stepgraph plan's JSON; repeatable"
+    )
     cost.add_argument("--draft-cost", type=float, default=0.05, help="or a step of 1 + c k ms at every batch: c (default 0.05)")
     add("--ks", help="k to choose from, as 0,1,3 (default: all of the profile, or 0 to 8)")
     add(
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     require_int("seed", args.seed, 0)
     world, rng = parse_world(args.world), np.random.default_rng(args.seed)
     ks = _ks(args.ks, world.k_max if isinstance(world, Recorded) else LARGEST_K)
-    cost = CostTable.load(args.cost) if args.cost else CostTable(leviathan_cost(args.draft_cost, ks or range(9)))
+    cost = CostTable.load(*args.cost) if args.cost else CostTable(leviathan_cost(args.draft_cost, ks or range(9)))
     ks = sorted(cost.ks) if ks is None else ks
     if missing := sorted(set(ks) - cost.ks):
         raise ValueError(f"--ks has {missing[0]}; the profile has {', '.join(map(str, sorted(cost.ks)))}")

@@ -137,8 +137,12 @@ def make_from(text: str, cost: CostTable) -> KPolicy:
 
 
 def _rungs_within(ks: frozenset[int]) -> dict[int, Rungs]:
-    """The published ladder without the rungs that this world does not have."""
-    return {first: replace(rungs, ks=tuple(k for k in rungs.ks if k in ks) or (min(ks),)) for first, rungs in PUBLISHED.items()}
+    """The published ladder on the rungs that this world has: for each of its own the nearest, the larger of two."""
+
+    def nearest(rung: int) -> int:
+        return min(ks, key=lambda k: (abs(k - rung), -k))
+
+    return {first: replace(rungs, ks=tuple({nearest(k) for k in rungs.ks})) for first, rungs in PUBLISHED.items()}
 
 
 def _ks(text: str | None, largest: int) -> list[int] | None:

@@ -31,7 +31,7 @@ def uniform_decode_attention_cpu(
     for block in block_table.aminmax() if block_table.numel() else ():
         if not 0 <= block < len(k_cache):
             raise ValueError(f"uniform_decode_attention: block_table has {block}; allowed are blocks 0 to {len(k_cache) - 1}")
-    out = torch.zeros_like(q)
+    out = q.new_zeros(q.shape)
     block_size, query_len = k_cache.shape[1], q.shape[1]
     capacity = block_table.shape[1] * block_size
     k_scales, v_scales = (None, None) if kv_scales is None else kv_scales.unbind(0)

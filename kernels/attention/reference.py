@@ -101,4 +101,4 @@ def uniform_decode_attention_reference(
     finite = values.isfinite()
     out = torch.einsum("bhqs,bshd->bqhd", weights, torch.where(finite, values, 0.0))
     spoilt = torch.einsum("bqs,bshd->bqhd", visible[:, 0].to(dtype), (~finite).to(dtype)) > 0
-    return torch.where(spoilt, torch.nan, out).to(q.dtype)
+    return torch.where(spoilt, torch.nan, out).to(q.dtype).contiguous()

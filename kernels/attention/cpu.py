@@ -28,7 +28,7 @@ def uniform_decode_attention_cpu(
     scratch: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `uniform_decode_attention_reference`, and a ValueError for a block that the cache does not have."""
-    for block in block_table.aminmax() if block_table.numel() else ():
+    for block in map(int, block_table.aminmax() if block_table.numel() else ()):
         if not 0 <= block < len(k_cache):
             raise ValueError(f"uniform_decode_attention: block_table has {block}; allowed are blocks 0 to {len(k_cache) - 1}")
     out = q.new_zeros(q.shape)

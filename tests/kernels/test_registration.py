@@ -92,7 +92,7 @@ SAMPLES = {
         (floats(BATCH, k + 1, 6), floats(5, 6), bias, invariant) for bias in (None, floats(5)) for invariant in (True, False)
     ],
     "rope_kv_write": lambda k: [rope(k), rope(k, norms=False)],
-    "uniform_decode_attention": lambda k: [attention(k)],
+    "uniform_decode_attention": lambda k: [attention(k), (*attention(k), None, torch.zeros(4, dtype=torch.int32), floats(99))],
     "build_attention_work": lambda k: [(torch.tensor([0, 5, 8]), k + 1, window, 8, 24) for window in (0, 4)],
     "token_law": lambda k: [
         (floats(BATCH * (k + 1), VOCAB, dtype=dtype), *sampling(BATCH * (k + 1)))
@@ -172,6 +172,7 @@ def test_both_devices_have_an_implementation(name):
 FREE_ROWS = {
     ("rms_norm", "x"), ("silu_mul", "gate_up"), ("rope_kv_write", "rope"), ("build_attention_work", "seq_lens"),
     ("ngram_propose", "history"), ("advance", "results"),
+    ("uniform_decode_attention", "work"), ("uniform_decode_attention", "scratch"),
 }  # fmt: skip
 ANY_DIMENSIONS = {("rms_norm", "x"), ("silu_mul", "gate_up")}
 

@@ -12,7 +12,6 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine, load_target
-from stepgraph.capture.console import require_writable
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.experiments.prompt_sets import load_prompts
 from stepgraph.capture.policies import ADAPTIVE, policy_from_dict
@@ -24,6 +23,7 @@ from stepgraph.capture.serve import serve_engine, texts_of
 from stepgraph.capture.simulate.arrivals import parse_arrivals
 from stepgraph.capture.simulate.server import Server, serve
 from stepgraph.kernels.environment import environment
+from stepgraph.kernels.output import require_writable
 from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 SCHEMA = "stepgraph.serving/1"

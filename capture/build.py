@@ -88,7 +88,8 @@ class EngineOptions:
         if self.early_stop is not None:
             EarlyStop.parse(self.early_stop)
         DrafterSpec.parse(self.drafter)
-        if self.device is not None and not re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device):
+        named = isinstance(self.device, str) and re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device)
+        if self.device is not None and not named:
             raise ValueError(f"device is {self.device!r}; allowed are cpu, cuda and cuda:N")
         if (self.device or "").startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r}; this machine or this build of torch has no CUDA")

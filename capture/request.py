@@ -1,7 +1,6 @@
 """What a user asks for, and what comes back."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -26,7 +25,7 @@ class FinishReason(StrEnum):
 
 def require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise a ValueError that names the argument unless `value` is a finite real number in [low, high]."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or (open_low and value == low):
         raise ValueError(f"{name} is {value!r}; allowed is a number in {'(' if open_low else '['}{low:g}, {high:g}]")
 
@@ -37,7 +36,7 @@ VERIFY = {"standard": Verify.STANDARD, "block": Verify.BLOCK}
 
 def require_verify(value: object) -> None:
     """Raise a ValueError unless `value` names a lossless method of verification."""
-    if value not in VERIFY:
+    if not isinstance(value, str) or value not in VERIFY:
         raise ValueError(f"verify is {value!r}; allowed are {', '.join(VERIFY)}")
 
 
@@ -95,11 +94,14 @@ class SamplingParams:
             require_int("seed", self.seed, 0, INT64_MAX)
         if self.draft_limit is not None:
             require_int("draft_limit", self.draft_limit, 0, INT64_MAX)
+        if not isinstance(self.stop_ids, Sequence):
+            raise ValueError(f"stop_ids is {self.stop_ids!r}; allowed are sequences of token ids")
         for stop_id in self.stop_ids:
             require_int("stop_ids", stop_id, 0, INT64_MAX)
         if len(self.stop_ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_ids has {len(self.stop_ids)} entries; at most {MAX_STOP_IDS} are allowed")
-        if isinstance(self.stop, str) or not all(isinstance(stop, str) and stop for stop in self.stop):
+        texts = isinstance(self.stop, Sequence) and not isinstance(self.stop, str)
+        if not texts or not all(isinstance(stop, str) and stop for stop in self.stop):
             raise ValueError(f"stop is {self.stop!r}; allowed are sequences of non-empty strings")
         require_int("min_tokens", self.min_tokens, 0, self.max_new_tokens)
         if not isinstance(self.logit_bias, Mapping):
@@ -112,8 +114,9 @@ class SamplingParams:
         require_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, open_low=True)
         require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        if not isinstance(self.logprobs, bool):
-            raise ValueError(f"logprobs is {self.logprobs!r}; allowed are True and False")
+        for name, value in (("ignore_eos", self.ignore_eos), ("logprobs", self.logprobs)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; allowed are True and False")
         if self.verify is not None:
             require_verify(self.verify)
 

@@ -97,9 +97,17 @@ class DecodeState(nn.Module):
             self.register_buffer(name, tensor.fill_(EMPTY.get(name, 0)), persistent=False)
 
     def set_rows(self, slots: list[int]) -> None:
-        """Rows 0.. of the next steps run these slots, rows after them are padding, as is −1."""
+        """Rows 0.. of the next steps run these slots, rows after them are padding, as is −1.
+
+        Raises:
+            ValueError: more rows than slots, a slot that does not exist, or one on two rows, whose writes would race.
+        """
         rows = [*slots, *[-1] * (self.num_slots - len(slots))]
         if rows != self._rows:
+            live, last = [slot for slot in rows if slot != -1], self.num_slots - 1
+            known = all(isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot <= last for slot in live)
+            if not known or len(rows) > self.num_slots or len(set(live)) < len(live):
+                raise ValueError(f"slots is {list(slots)}; allowed are up to {last + 1} of 0 to {last}, each once, and -1")
             upload(self.slots, rows)
             self._rows = rows
 

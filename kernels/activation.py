@@ -16,7 +16,7 @@ def check_silu_mul(gate_up: Tensor) -> None:
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """`gate_up [..., 2 I]` (gate first) -> `[..., I]`."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.contiguous().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 

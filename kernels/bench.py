@@ -18,6 +18,7 @@ import torch
 
 from stepgraph.kernels import bench_tail
 from stepgraph.kernels.bench_cases import CASES, Case
+from stepgraph.kernels.output import require_writable
 from stepgraph.kernels.testing import assert_kernel_close
 from stepgraph.kernels.timing import cold_sets, copy_bandwidth, environment, time_calls
 
@@ -61,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--small", action="store_true", help="one point per op; the default without a GPU")
     options = parser.parse_args(argv)
+    try:
+        require_writable("--json", options.json)
+    except ValueError as error:
+        parser.error(str(error))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     small = options.small or device.type == "cpu"
 

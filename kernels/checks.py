@@ -26,7 +26,10 @@ def check_tensor(
     sizes, have = shape, tensor.shape
     if shape[:1] == (...,):
         sizes, have = shape[1:], have[max(0, len(have) - len(shape) + 1) :]
-    fits = len(have) == len(sizes) and all(want is None or want == size for want, size in zip(sizes, have, strict=True))
+    fits = len(have) == len(sizes)
+    for want, size in zip(sizes, have, strict=False):
+        if want is not None and want != size:
+            fits = False
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
     if fits and (tensor.dtype in dtypes if dtypes else tensor.is_floating_point()):
         return

@@ -10,6 +10,7 @@ target) are taken from the folder, so an interrupted gate goes on where it was.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from stepgraph.kernels.output import require_writable
 
 ARCHES = (80, 90, 100)
 MATRIX_KERNELS = ("uniform_decode_attention_kernel", "linear_kernel")
@@ -207,11 +210,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     if options.json not in (None, "-"):
-        try:  # before minutes of work
+        with contextlib.suppress(OSError):  # said better below
             Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(options.json).open("a").close()
-        except OSError as error:
-            parser.error(f"--json is {options.json!r}, which cannot be written: {error.strerror}")
+        try:
+            require_writable("--json", options.json)
+        except ValueError as error:
+            parser.error(str(error))
     rows = run(arches, options.quick, options.jobs, options.keep)
     if options.json == "-":
         print(json.dumps(rows))

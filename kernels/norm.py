@@ -26,6 +26,7 @@ def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x [..., N]`, `weight [N]` of one dtype -> `[..., N]` in it; statistics in float32 (float64 for float64 input)."""
+    x = x.contiguous()  # the order of a sum, hence its bits, would follow the strides
     wide = x.to(accumulation_dtype(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -33,7 +34,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both new tensors of x's shape and dtype."""
-    total = x + residual
+    total = (x + residual).contiguous()
     return rms_norm_reference(total, weight, eps), total
 
 
@@ -41,13 +42,13 @@ rms_norm = register(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     reference=rms_norm_reference,
     triton="stepgraph.kernels.norm_triton:rms_norm_triton",
-    fake=lambda x, weight, eps: torch.empty_like(x),
+    fake=lambda x, weight, eps: x.new_empty(x.shape),
     check=check_rms_norm,
 )
 add_rms_norm = register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     reference=add_rms_norm_reference,
     triton="stepgraph.kernels.norm_triton:add_rms_norm_triton",
-    fake=lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
+    fake=lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
     check=check_add_rms_norm,
 )

@@ -35,6 +35,8 @@ def write_kv_reference(cache: Tensor, values: Tensor, kv_slots: Tensor, scales: 
     Unwritten rows are sent to slot 0 of the null block (block 0) carrying what that slot holds already, so that the op has a
     fixed shape and the null block keeps its (finite) contents.
     """
+    if not cache.is_contiguous():
+        raise ValueError(f"rope_kv_write: the KV cache must be contiguous; strides are {cache.stride()}")
     flat = cache.view(-1, *cache.shape[2:])
     slots = kv_slots.reshape(-1).to(torch.int64)
     values = to_cache_dtype(values.reshape(-1, *cache.shape[2:]), cache.dtype, scales)
@@ -93,7 +95,7 @@ def rope_kv_write_reference(
         positions: `[B, Q]` int64 or int32, clamped to the table.
         rope: `[P, D]`, cos then sin.
         kv_slots: `[B, Q]` int64 or int32 flat slots of the cache, −1 writes nothing.
-        k_cache, v_cache: `[blocks, block_size, KV, D]`, written in place.
+        k_cache, v_cache: `[blocks, block_size, KV, D]`, contiguous (the kernel takes blocks that lie apart), written in place.
         q_norm, k_norm: `[D]` RMSNorm weights in qkv's dtype, applied to each head before rotation, or None.
         num_heads: H.
         eps: of the norms.
@@ -101,7 +103,7 @@ def rope_kv_write_reference(
             needed there, ignored elsewhere.
     """
     kv_heads, head_dim = k_cache.shape[2:]
-    heads = qkv.view(*qkv.shape[:2], num_heads + 2 * kv_heads, head_dim)
+    heads = qkv.contiguous().view(*qkv.shape[:2], num_heads + 2 * kv_heads, head_dim)
     qk, v = heads.split([num_heads + kv_heads, kv_heads], dim=2)
     if q_norm is not None or k_norm is not None:
         halves = zip(qk.split([num_heads, kv_heads], dim=2), (q_norm, k_norm), strict=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepgraph.capture.build import DTYPES
-from stepgraph.capture.console import progress, require_writable
+from stepgraph.capture.console import progress
 from stepgraph.capture.phases import PHASES
 from stepgraph.capture.plan.gpus import GPUS, gpu_named
 from stepgraph.capture.plan.kernels import compiled_kernels, kernels_from_gate, unknown_kernels
@@ -22,6 +22,7 @@ from stepgraph.capture.plan.shapes import StepShapes
 from stepgraph.capture.policies import make_policy
 from stepgraph.capture.request import require_number
 from stepgraph.capture.schedule import require_int
+from stepgraph.kernels.output import require_writable
 from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 DEFAULT_K = 3

@@ -2,9 +2,9 @@
 
 from importlib.util import find_spec
 
-from stepgraph.capture.console import require_writable
 from stepgraph.capture.phases import PHASES
 from stepgraph.capture.plan.plan import Plan
+from stepgraph.kernels.output import require_writable
 
 
 def require_plot(path: str) -> None:

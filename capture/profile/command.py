@@ -11,7 +11,6 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, load_target
-from stepgraph.capture.console import require_writable
 from stepgraph.capture.cost_table import SCHEMA, CostTable
 from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts
 from stepgraph.capture.modes import Mode
@@ -19,6 +18,7 @@ from stepgraph.capture.profile.measure import best_schedule, measure_acceptance,
 from stepgraph.capture.request import SamplingParams
 from stepgraph.capture.schedule import SCHEDULE_KEY, require_int, show
 from stepgraph.kernels.environment import environment
+from stepgraph.kernels.output import require_writable
 from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 

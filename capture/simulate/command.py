@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.capture.console import require_writable, shown
+from stepgraph.capture.console import shown
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.policies import ADAPTIVE, FixedPolicy, KPolicy, SchedulePolicy, make_adaptive
 from stepgraph.capture.policies.ladder import PUBLISHED, Rungs
@@ -21,6 +21,7 @@ from stepgraph.capture.simulate.arrivals import parse_arrivals
 from stepgraph.capture.simulate.closed import fixed_runs, oracle_run, run_policy
 from stepgraph.capture.simulate.server import Server, draw_texts, serve
 from stepgraph.capture.simulate.worlds import Recorded, leviathan_cost, parse_world
+from stepgraph.kernels.output import require_writable
 
 SCHEMA = "stepgraph.simulation/1"
 LARGEST_K = 16

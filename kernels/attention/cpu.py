@@ -29,10 +29,10 @@ def uniform_decode_attention_cpu(
     scratch: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `uniform_decode_attention_reference`, and a ValueError for a block that the cache does not have."""
-    for block in block_table.aminmax() if block_table.numel() else ():
+    for block in map(int, block_table.aminmax() if block_table.numel() else ()):
         if not 0 <= block < len(k_cache):
             raise ValueError(f"uniform_decode_attention: block_table has {block}; allowed are blocks 0 to {len(k_cache) - 1}")
-    out = torch.zeros_like(q)
+    out = q.new_zeros(q.shape)
     block_size, query_len = k_cache.shape[1], q.shape[1]
     capacity = block_table.shape[1] * block_size
     k_scales, v_scales = (None, None) if kv_scales is None else kv_scales.unbind(0)

@@ -99,7 +99,7 @@ def uniform_decode_attention_triton(
         ValueError: the scratch or the work list is too small for the batch, or shapes are out of the kernel's reach.
     """
     check_kernel_dtype("uniform_decode_attention", q)
-    check_attention(q, k_cache, v_cache, block_table, seq_lens, scale, window, softcap, kv_scales)
+    check_attention(q, k_cache, v_cache, block_table, seq_lens, scale, window, softcap, kv_scales, work, scratch)
     check_blocks("uniform_decode_attention", k_cache=k_cache, v_cache=v_cache)
     batch, query_len, num_heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
@@ -128,8 +128,8 @@ def uniform_decode_attention_triton(
         needed = scratch_size(capacity, query_len, num_heads, head_dim)
         if scratch is None:
             scratch = q.new_empty(needed, dtype=torch.float32)
-        if scratch.numel() < needed or scratch.dtype != torch.float32:
-            raise ValueError(f"uniform_decode_attention: scratch of {scratch.numel()} {scratch.dtype}, {needed} float32 needed")
+        if scratch.numel() < needed:
+            raise ValueError(f"uniform_decode_attention: scratch of {scratch.numel()} float32; allowed are {needed} or more")
         partial, state, _ = scratch.split_with_sizes(
             [needed // (head_dim + 2) * head_dim, needed // (head_dim + 2) * 2, scratch.numel() - needed]
         )

@@ -42,6 +42,10 @@ def check_attention(
         raise ValueError(f"{op}: q has {heads} heads; allowed are multiples of the cache's {kv_heads}")
     check_tensor(op, "block_table", block_table, (q.shape[0], None), INDEX)
     check_tensor(op, "seq_lens", seq_lens, (q.shape[0],), INDEX)
+    if work is not None:
+        check_tensor(op, "work", work, (None,), torch.int32)
+    if scratch is not None:
+        check_tensor(op, "scratch", scratch, (None,), torch.float32)
 
 
 def uniform_decode_attention_reference(
@@ -101,4 +105,4 @@ def uniform_decode_attention_reference(
     finite = values.isfinite()
     out = torch.einsum("bhqs,bshd->bqhd", weights, torch.where(finite, values, 0.0))
     spoilt = torch.einsum("bqs,bshd->bqhd", visible[:, 0].to(dtype), (~finite).to(dtype)) > 0
-    return torch.where(spoilt, torch.nan, out).to(q.dtype)
+    return torch.where(spoilt, torch.nan, out).to(q.dtype).contiguous()

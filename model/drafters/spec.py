@@ -36,7 +36,7 @@ class DrafterSpec:
     @classmethod
     def parse(cls, spec: str) -> Self:
         """Read one of `KNOWN`; a ValueError for anything else."""
-        read = cls._read(spec)
+        read = cls._read(spec) if isinstance(spec, str) else None
         if read is None:
             raise ValueError(f"drafter is {spec!r}; known are {KNOWN}")
         return read

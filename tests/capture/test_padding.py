@@ -11,6 +11,16 @@ from stepgraph.capture.modes import Mode
 DRAFTERS = ("ngram", "early-exit:1", "draft-model:tiny", "eagle3:tiny", "hybrid:2:eagle3:tiny")
 
 
+@pytest.mark.parametrize("slots", [[0, 1, 0], [3], [-2], [0, 1, 2, -1], [1.0], [True], "ab"])
+def test_rows_that_cannot_run_together_are_refused(slots):
+    """One request on two rows would advance twice; slot 3 is the null slot's own."""
+    state = tiny_step("ngram", num_slots=3).state
+    state.set_rows([2, -1, 1])
+    with pytest.raises(ValueError, match=r"slots is .*; allowed are up to 3 of 0 to 2, each once, and -1"):
+        state.set_rows(slots)
+    assert state.slots.tolist() == [2, -1, 1]
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rows_beyond_the_batch_leave_every_other_slot_byte_for_byte(drafter, mode):

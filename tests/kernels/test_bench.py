@@ -110,6 +110,13 @@ def test_every_preset_is_a_shape(name):
     assert (shape.qk_norm, shape.qkv_bias) == (config.qk_norm, config.qkv_bias)
 
 
+def test_a_file_that_cannot_be_written_is_found_before_the_work(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "rows_of", None)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["silu", "--json", "/nowhere/rows.json"])
+    assert "--json is '/nowhere/rows.json', which cannot be written: No such file or directory" in capsys.readouterr().err
+
+
 def test_shape_names_are_unique():
     assert len({shape.name for shape in MODEL_SHAPES}) == len(MODEL_SHAPES)
     with pytest.raises(ValueError, match="llama"):

@@ -92,7 +92,7 @@ SAMPLES = {
         (floats(BATCH, k + 1, 6), floats(5, 6), bias, invariant) for bias in (None, floats(5)) for invariant in (True, False)
     ],
     "rope_kv_write": lambda k: [rope(k), rope(k, norms=False)],
-    "uniform_decode_attention": lambda k: [attention(k)],
+    "uniform_decode_attention": lambda k: [attention(k), (*attention(k), None, torch.zeros(4, dtype=torch.int32), floats(99))],
     "build_attention_work": lambda k: [(torch.tensor([0, 5, 8]), k + 1, window, 8, 24) for window in (0, 4)],
     "token_law": lambda k: [
         (floats(BATCH * (k + 1), VOCAB, dtype=dtype), *sampling(BATCH * (k + 1)))
@@ -172,6 +172,7 @@ def test_both_devices_have_an_implementation(name):
 FREE_ROWS = {
     ("rms_norm", "x"), ("silu_mul", "gate_up"), ("rope_kv_write", "rope"), ("build_attention_work", "seq_lens"),
     ("ngram_propose", "history"), ("advance", "results"),
+    ("uniform_decode_attention", "work"), ("uniform_decode_attention", "scratch"),
 }  # fmt: skip
 ANY_DIMENSIONS = {("rms_norm", "x"), ("silu_mul", "gate_up")}
 
@@ -238,6 +239,32 @@ def test_an_fp8_cache_needs_scales(name):
         for call in entries(name):
             with pytest.raises(ValueError, match=f"^{name}: {message}"):
                 call(*arguments.values(), scales)
+
+
+def spread(tensor):
+    """The same numbers, none next to another."""
+    if tensor.dim() == 1:
+        return torch.stack([tensor, tensor], 1)[:, 0]
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "linear"])
+def test_strides_of_what_is_read_change_nothing(name):
+    """Not the bits of what is returned and written, and not the strides of what is returned, which a trace relies on."""
+    schema = op(name)._schema.arguments
+    for function in (op(name), implementation(name, "reference")):
+        for arguments in SAMPLES[name](2):
+            plain = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+            spaced = [
+                value if not isinstance(value, torch.Tensor) else value.clone() if argument.is_write else spread(value)
+                for argument, value in zip(schema, arguments, strict=False)
+            ]
+            with FakeTensorMode() as mode:
+                fake = op(name)(*tree_map(lambda a: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a, spaced))
+            expected, actual = ([t for t in tree_leaves(function(*some)) if t is not None] for some in (plain, spaced))
+            assert [t.stride() for t in actual] == [t.stride() for t in tree_leaves(fake) if t is not None]
+            for old, new in zip(expected + plain, actual + spaced, strict=True):
+                assert not isinstance(old, torch.Tensor) or torch.equal(old, new)
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -1,11 +1,13 @@
 """Which implementation runs, and that an explicit request never falls back."""
 
+import os
+
 import pytest
 import torch
 
 from stepgraph.kernels import registry
 from stepgraph.kernels.norm import rms_norm, rms_norm_reference
-from stepgraph.kernels.registry import NoImplementation, implementation, use_implementation
+from stepgraph.kernels.registry import NoImplementation, implementation, use_implementation, use_triton_on_cpu
 
 
 @pytest.fixture
@@ -21,6 +23,12 @@ def test_choice_and_override():
     x, weight = torch.randn(2, 8), torch.ones(8)
     assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
     assert implementation("rms_norm", "reference") is rms_norm_reference
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes CPU tensors")
+def test_a_triton_kernel_asked_for_on_the_cpu_says_what_it_needs():
+    with use_triton_on_cpu(), pytest.raises(RuntimeError, match="only in a process started with TRITON_INTERPRET=1"):
+        rms_norm(torch.randn(2, 8), torch.ones(8), 1e-6)
 
 
 def test_explicit_request_never_falls_back(scratch_op):

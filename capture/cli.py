@@ -22,7 +22,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 def build_parser() -> argparse.ArgumentParser:
     # Imported here, under `guarded`: loading torch takes seconds, and an interrupt may fall into them.
-    from stepgraph.capture import generate, show_environment
+    from stepgraph.capture import bench_host, generate, show_environment
     from stepgraph.capture.plan import command as plan
     from stepgraph.capture.simulate import command as simulate
 
@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         ("generate", "generate text", generate),
         ("plan", "predict steps on a GPU", plan),
         ("simulate", "compare policies for k in a drawn or recorded world", simulate),
+        ("bench", "measure the host between two replays", bench_host),
         ("env", "describe this machine for a results file", show_environment),
     )
     for name, what, module in modules:

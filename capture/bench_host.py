@@ -98,7 +98,6 @@ def rows(batches: tuple[int, ...], k: int, steps: int) -> Iterator[dict]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["host"], help="host: time per step between two replays")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), metavar="N")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000, help="steps of each batch")

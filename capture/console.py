@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -15,6 +16,21 @@ INTERRUPTED = 130  # what a shell reports after Ctrl-C
 def progress(items: Iterable, description: str, unit: str):
     """`items` behind a progress bar on stderr that vanishes when done, and is absent when stderr is not a terminal."""
     return tqdm(items, desc=description, unit=unit, leave=False, file=sys.stderr, disable=not sys.stderr.isatty())
+
+
+def require_writable(option: str, path: str | None) -> None:
+    """Find out before the work whether its result can be kept at `path`; None and "-" are no files."""
+    if path in (None, "-"):
+        return
+    target = Path(path)
+    existed = target.exists()
+    try:
+        with target.open("a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} is {path!r}, which cannot be written: {error.strerror}") from None
+    if not existed:
+        target.unlink()
 
 
 class OrderedStream:

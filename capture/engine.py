@@ -199,6 +199,7 @@ class Engine:
         start_s = time.perf_counter()
         self.scheduler.admit()
         self._prefill()
+        self.stats.prefill_s += time.perf_counter() - start_s
         self._decode()
         self.stats.elapsed_s += time.perf_counter() - start_s
 

@@ -45,6 +45,7 @@ class EngineStats:
     requests: int = 0
     repaired: int = 0  # rows of logits that were not finite
     elapsed_s: float = 0.0  # wall time of engine steps, prefill included
+    prefill_s: float = 0.0  # of these, until prompts are launched; on a GPU they may still run
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     ttft_ms: Mean = field(default_factory=Mean)

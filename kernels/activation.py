@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.checks import check_tensor
 from stepgraph.kernels.registry import register
+
+
+def check_silu_mul(gate_up: Tensor) -> None:
+    """Raise a ValueError where `silu_mul` has no meaning."""
+    check_tensor("silu_mul", "gate_up", gate_up, (..., None))
+    if gate_up.shape[-1] % 2 or gate_up.shape[-1] == 0:
+        raise ValueError(f"silu_mul: gate_up is {list(gate_up.shape)}; allowed is [..., 2 I] with I ≥ 1")
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -17,4 +25,5 @@ silu_mul = register(
     reference=silu_mul_reference,
     triton="stepgraph.kernels.activation_triton:silu_mul_triton",
     fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    check=check_silu_mul,
 )

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepgraph.kernels.activation import check_silu_mul
 from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch
 
 BLOCK = 1024
@@ -24,6 +25,7 @@ def silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
     """`gate_up [..., 2 I]` (gate first) -> `[..., I]`."""
     check_kernel_dtype("silu_mul", gate_up)
+    check_silu_mul(gate_up)
     gate_up = dense(gate_up)
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], width))

@@ -7,6 +7,7 @@ counted is what is committed: drafts after a stop count as drafted, not as accep
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.checks import check_tensors
 from stepgraph.kernels.registry import register
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2  # values of `finished`
@@ -14,6 +15,45 @@ RUNNING, STOPPED, LENGTH = 0, 1, 2  # values of `finished`
 # Columns of a row of `results` before its tokens: seq_len and finished after the step, drafts there were and drafts that
 # were committed, rows of logits that were not finite.
 RESULT_HEAD = 5
+
+
+def check_advance(
+    slots: Tensor,
+    live: Tensor,
+    emitted: Tensor,
+    accepted: Tensor,
+    num_drafts: Tensor,
+    repaired: Tensor,
+    seq_len: Tensor,
+    last_token: Tensor,
+    history: Tensor,
+    finished: Tensor,
+    steps: Tensor,
+    drafted_at: Tensor,
+    accepted_at: Tensor,
+    repaired_total: Tensor,
+    results: Tensor,
+    stop_ids: Tensor,
+    limit: Tensor,
+) -> None:
+    """Raise a ValueError where `advance` has no meaning."""
+    op, batch, state_rows = "advance", slots.shape[0], seq_len.shape[0]
+    check_tensors(op, (batch,), torch.int64, slots=slots, accepted=accepted, num_drafts=num_drafts, repaired=repaired)
+    check_tensors(op, (batch,), torch.bool, live=live)
+    check_tensors(op, (batch, None), torch.int64, emitted=emitted)
+    counters = {"steps": steps, "repaired_total": repaired_total}
+    check_tensors(op, (state_rows,), torch.int64, seq_len=seq_len, last_token=last_token, finished=finished, limit=limit)
+    check_tensors(op, (state_rows,), torch.int64, **counters)
+    check_tensors(op, (state_rows, None), torch.int64, history=history, stop_ids=stop_ids, drafted_at=drafted_at)
+    check_tensors(op, tuple(drafted_at.shape), torch.int64, accepted_at=accepted_at)
+    check_tensors(op, (None, None), torch.int64, results=results)
+    query_len, k_max = emitted.shape[1], drafted_at.shape[1]
+    if not 1 <= query_len <= k_max + 1:
+        raise ValueError(f"{op}: emitted has {query_len} columns; allowed are 1 to k_max + 1 = {k_max + 1}")
+    if results.shape[0] < batch or results.shape[1] < RESULT_HEAD + query_len:
+        raise ValueError(
+            f"{op}: results is {list(results.shape)}; allowed are [{batch}, {RESULT_HEAD + query_len}] and more of each"
+        )
 
 
 def advance_reference(
@@ -96,4 +136,5 @@ advance = register(
     reference=advance_reference,
     triton="stepgraph.kernels.advance_triton:advance_triton",
     fake=lambda *args: None,
+    check=check_advance,
 )

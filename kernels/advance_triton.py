@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stepgraph.kernels.advance import check_advance
 from stepgraph.kernels.launch import LaunchSpec, launch
 
 
@@ -107,6 +108,10 @@ def advance_triton(
     limit: Tensor,
 ) -> None:
     """Same contract as `advance_reference`."""
+    check_advance(
+        slots, live, emitted, accepted, num_drafts, repaired, seq_len, last_token, history,
+        finished, steps, drafted_at, accepted_at, repaired_total, results, stop_ids, limit,
+    )  # fmt: skip
     written = {
         "seq_len": seq_len,
         "last_token": last_token,

@@ -192,23 +192,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep rows here, and reuse those that are still valid")
     parser.add_argument("--shard", help=argparse.SUPPRESS)  # set by the parent process
     options = parser.parse_args(argv)
-    arches = [int(name.removeprefix("sm_")) for name in options.arch.split(",")]
-    unknown = sorted(set(arches) - set(ARCHES))
-    if unknown:
-        parser.error(f"--arch: sm_{unknown[0]} is not among {', '.join(f'sm_{arch}' for arch in ARCHES)}")
+    known_arches = {f"sm_{arch}": arch for arch in ARCHES}
+    names = options.arch.split(",")
+    for name in names:
+        if name not in known_arches:
+            parser.error(f"--arch is {options.arch!r}; allowed are {', '.join(known_arches)}, separated by commas")
+    arches = [known_arches[name] for name in names]
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; allowed is 1 or more")
     if options.shard:
         shard, shards = map(int, options.shard.split("/"))
         known = set(kept_rows(options.keep))
         compile_shard(arches, options.quick, shard, shards, options.keep / f"{shard}.jsonl", known)
         return 0
 
+    if options.json not in (None, "-"):
+        try:  # before minutes of work
+            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(options.json).open("a").close()
+        except OSError as error:
+            parser.error(f"--json is {options.json!r}, which cannot be written: {error.strerror}")
     rows = run(arches, options.quick, options.jobs, options.keep)
     if options.json == "-":
         print(json.dumps(rows))
     else:
         print(table(rows))
         if options.json:
-            Path(options.json).parent.mkdir(parents=True, exist_ok=True)
             Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
     bad = [row for row in rows if row["faults"]]
     for row in bad:

@@ -125,6 +125,13 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if _Pointer(tensor).data_ptr() % 16 == 0 else tensor.clone()
 
 
+def check_blocks(op: str, **caches: Tensor) -> None:
+    """Raise unless each block of a cache `[blocks, block_size, KV, D]` is dense (blocks may lie apart)."""
+    for name, blocks in caches.items():
+        if not blocks[:1].is_contiguous():
+            raise ValueError(f"{op}: the blocks of {name} must be contiguous; strides are {blocks.stride()}")
+
+
 @dataclass(frozen=True)
 class _Recorder:
     target: Target
@@ -187,4 +194,4 @@ def check_kernel_dtype(op: str, *tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in KERNEL_DTYPES)
-            raise TypeError(f"{op}: the Triton kernel takes {names}, not {tensor.dtype}; the reference takes any float dtype")
+            raise ValueError(f"{op}: the Triton kernel takes {names}, not {tensor.dtype}; the reference takes any float dtype")

@@ -7,9 +7,23 @@ as the request steers it, found the token.
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.norm import accumulation_dtype
+from stepgraph.kernels.checks import check_tensor, check_tensors
+from stepgraph.kernels.dtypes import accumulation_dtype
 from stepgraph.kernels.registry import register
 from stepgraph.kernels.sampling import finite_logits
+
+
+def check_record_logprobs(
+    logits: Tensor, emitted: Tensor, slots: Tensor, base: Tensor, wanted: Tensor, seq_len: Tensor, logprobs: Tensor
+) -> None:
+    """Raise a ValueError where `record_logprobs` has no meaning."""
+    op = "record_logprobs"
+    check_tensor(op, "logits", logits, (None, None, None))
+    check_tensors(op, tuple(logits.shape[:2]), torch.int64, emitted=emitted)
+    check_tensors(op, (logits.shape[0],), torch.int64, slots=slots, base=base)
+    check_tensors(op, (None, None), torch.float32, logprobs=logprobs)
+    check_tensors(op, (logprobs.shape[0],), torch.int64, seq_len=seq_len)
+    check_tensors(op, (logprobs.shape[0],), torch.bool, wanted=wanted)
 
 
 def record_logprobs_reference(
@@ -50,4 +64,5 @@ record_logprobs = register(
     cpu=record_logprobs_cpu,
     triton="stepgraph.kernels.logprobs_triton:record_logprobs_triton",
     fake=lambda *args: None,
+    check=check_record_logprobs,
 )

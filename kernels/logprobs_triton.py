@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch
+from stepgraph.kernels.logprobs import check_record_logprobs
 from stepgraph.kernels.row_law_triton import FLAT, INFINITE, SOUND, scaled_tile
 
 BLOCK = 2048
@@ -53,6 +54,7 @@ def record_logprobs_triton(
 ) -> None:
     """Same contract as `record_logprobs_reference`; one launch."""
     check_kernel_dtype("record_logprobs", logits)
+    check_record_logprobs(logits, emitted, slots, base, wanted, seq_len, logprobs)
     if not logprobs.is_contiguous():
         raise ValueError(f"record_logprobs: logprobs must be contiguous; strides are {logprobs.stride()}")
     batch, query_len, vocab = logits.shape

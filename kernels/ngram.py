@@ -7,7 +7,20 @@ period instead of stopping at the end of the history.
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.checks import check_tensor, check_tensors
 from stepgraph.kernels.registry import register
+
+
+def check_ngram_propose(history: Tensor, slots: Tensor, last_position: Tensor, k: int, min_match: int, max_match: int) -> None:
+    """Raise a ValueError where `ngram_propose` has no meaning."""
+    op = "ngram_propose"
+    check_tensor(op, "history", history, (None, None), torch.int64)
+    check_tensor(op, "slots", slots, (None,), torch.int64)
+    check_tensors(op, tuple(slots.shape), torch.int64, last_position=last_position)
+    if k < 0:
+        raise ValueError(f"{op}: k is {k}; allowed is 0 or more")
+    if not 1 <= min_match <= max_match:
+        raise ValueError(f"{op}: min_match and max_match are {min_match} and {max_match}; allowed is 1 ≤ min_match ≤ max_match")
 
 
 def ngram_propose_reference(
@@ -50,4 +63,5 @@ ngram_propose = register(
     reference=ngram_propose_reference,
     triton="stepgraph.kernels.ngram_triton:ngram_propose_triton",
     fake=lambda history, slots, last_position, k, min_match, max_match: slots.new_empty((slots.shape[0], k)),
+    check=check_ngram_propose,
 )

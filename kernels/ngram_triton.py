@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.kernels.launch import LaunchSpec, launch
+from stepgraph.kernels.ngram import check_ngram_propose
 
 BLOCK = 1024
 
@@ -51,6 +52,7 @@ def ngram_propose_triton(
     history: Tensor, slots: Tensor, last_position: Tensor, k: int, min_match: int, max_match: int
 ) -> Tensor:
     """Same contract as `ngram_propose_reference`."""
+    check_ngram_propose(history, slots, last_position, k, min_match, max_match)
     if not history.is_contiguous():
         raise ValueError(f"ngram_propose: the history must be contiguous; strides are {history.stride()}")
     batch = slots.shape[0]

@@ -6,16 +6,26 @@ rms_norm(x) = x / sqrt(mean(x²) + eps) * weight        (Zhang & Sennrich 2019)
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.checks import check_tensor
+from stepgraph.kernels.dtypes import accumulation_dtype
 from stepgraph.kernels.registry import register
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays float64, every smaller float type accumulates in float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Raise a ValueError where `rms_norm` has no meaning."""
+    check_tensor("rms_norm", "x", x, (..., None))
+    check_tensor("rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
+
+
+def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """Raise a ValueError where `add_rms_norm` has no meaning."""
+    check_tensor("add_rms_norm", "x", x, (..., None))
+    check_tensor("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype)
+    check_tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x [..., N]`, `weight [N]` -> `[..., N]` in x's dtype; statistics in float32 (float64 for float64 input)."""
+    """`x [..., N]`, `weight [N]` of one dtype -> `[..., N]` in it; statistics in float32 (float64 for float64 input)."""
     wide = x.to(accumulation_dtype(x.dtype))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
@@ -32,10 +42,12 @@ rms_norm = register(
     reference=rms_norm_reference,
     triton="stepgraph.kernels.norm_triton:rms_norm_triton",
     fake=lambda x, weight, eps: torch.empty_like(x),
+    check=check_rms_norm,
 )
 add_rms_norm = register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     reference=add_rms_norm_reference,
     triton="stepgraph.kernels.norm_triton:add_rms_norm_triton",
     fake=lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
+    check=check_add_rms_norm,
 )

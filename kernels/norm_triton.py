@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch
+from stepgraph.kernels.norm import check_add_rms_norm, check_rms_norm
 
 MAX_WIDTH = 65_536  # a row is held in registers
 
@@ -63,11 +64,11 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x [..., N]`, `weight [N]` -> `[..., N]` in x's dtype."""
+    check_rms_norm(x, weight, eps)
     return _launch(x, None, weight, eps)[0]
 
 
 def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual) in one launch."""
-    if x.shape != residual.shape:
-        raise ValueError(f"add_rms_norm: x is {tuple(x.shape)} and residual {tuple(residual.shape)}")
+    check_add_rms_norm(x, residual, weight, eps)
     return _launch(x, residual, weight, eps)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from importlib import import_module
 
 import torch
@@ -101,6 +102,7 @@ def register(
     cpu: Callable | str | None = None,
     triton: str | None = None,
     cuda: Callable | None = None,
+    check: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
     """Register one op and return its overload, which is what callers call.
 
@@ -112,6 +114,8 @@ def register(
             a function, or where it is, as below.
         triton: `"module:function"` of the Triton launcher; imported when it is first asked for.
         cuda: picks between implementations by argument; default the Triton launcher.
+        check: takes the op's arguments and raises a ValueError where they mean nothing; runs before any implementation and the
+            shape function, and reads no values. Launchers, which can be called without the op, run it themselves.
     """
     name = schema.partition("(")[0]
     functions = {"reference": reference, "cpu": cpu, "triton": triton}
@@ -120,6 +124,17 @@ def register(
     def requested() -> str | None:
         request = _REQUEST.get()
         return None if request is None or name in request.except_for else request.which
+
+    def checked(function: Callable) -> Callable:
+        if check is None:
+            return function
+
+        @wraps(function)
+        def run(*args, **kwargs):
+            check(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return run
 
     def on_cpu(*args, **kwargs):
         which = requested() or ("cpu" if cpu else "reference")
@@ -134,9 +149,9 @@ def register(
         return implementation(name, which or "triton")(*args, **kwargs)
 
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, on_cpu, "CPU")
-    LIBRARY.impl(name, on_cuda, "CUDA")
-    torch.library.register_fake(f"stepgraph::{name}", fake, lib=LIBRARY)
+    LIBRARY.impl(name, checked(on_cpu), "CPU")
+    LIBRARY.impl(name, checked(on_cuda), "CUDA")
+    torch.library.register_fake(f"stepgraph::{name}", checked(fake), lib=LIBRARY)
     return getattr(torch.ops.stepgraph, name).default
 
 

@@ -6,7 +6,9 @@ rotate(x) = [x1 cos − x2 sin, x2 cos + x1 sin],  x1, x2 the two halves of a he
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.norm import accumulation_dtype, rms_norm_reference
+from stepgraph.kernels.checks import INDEX, check_cache, check_tensor
+from stepgraph.kernels.dtypes import accumulation_dtype
+from stepgraph.kernels.norm import rms_norm_reference
 from stepgraph.kernels.registry import register
 
 
@@ -34,12 +36,41 @@ def write_kv_reference(cache: Tensor, values: Tensor, kv_slots: Tensor, scales: 
     fixed shape and the null block keeps its (finite) contents.
     """
     flat = cache.view(-1, *cache.shape[2:])
-    slots, values = kv_slots.reshape(-1), to_cache_dtype(values.reshape(-1, *cache.shape[2:]), cache.dtype, scales)
+    slots = kv_slots.reshape(-1).to(torch.int64)
+    values = to_cache_dtype(values.reshape(-1, *cache.shape[2:]), cache.dtype, scales)
     if cache.dtype.itemsize == 1:
         flat, values = flat.view(torch.uint8), values.view(torch.uint8)  # indexing has no fp8
     written = (slots >= 0)[:, None, None]
     target = slots.clamp(min=0)
     flat.index_copy_(0, target, torch.where(written, values, flat[0]))
+
+
+def check_rope_kv_write(
+    qkv: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    kv_slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    eps: float,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """Raise a ValueError where `rope_kv_write` has no meaning."""
+    op = "rope_kv_write"
+    check_cache(op, k_cache, v_cache, kv_scales)
+    kv_heads, head_dim = k_cache.shape[2:]
+    if head_dim % 2:
+        raise ValueError(f"{op}: k_cache has heads of {head_dim}; allowed are even head dims, whose halves are rotated")
+    check_tensor(op, "qkv", qkv, (None, None, (num_heads + 2 * kv_heads) * head_dim))
+    for name, tensor in (("positions", positions), ("kv_slots", kv_slots)):
+        check_tensor(op, name, tensor, tuple(qkv.shape[:2]), INDEX)
+    check_tensor(op, "rope", rope, (None, head_dim))
+    for name, tensor in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if tensor is not None:
+            check_tensor(op, name, tensor, (head_dim,), qkv.dtype)
 
 
 def rope_kv_write_reference(
@@ -59,11 +90,11 @@ def rope_kv_write_reference(
 
     Args:
         qkv: `[B, Q, (H + 2 KV) D]`, heads of q, then k, then v.
-        positions: `[B, Q]` int64.
+        positions: `[B, Q]` int64 or int32, clamped to the table.
         rope: `[P, D]`, cos then sin.
-        kv_slots: `[B, Q]` int64 flat slots, −1 writes nothing.
+        kv_slots: `[B, Q]` int64 or int32 flat slots of the cache, −1 writes nothing.
         k_cache, v_cache: `[blocks, block_size, KV, D]`, written in place.
-        q_norm, k_norm: `[D]` RMSNorm weights applied to each head before rotation, or None.
+        q_norm, k_norm: `[D]` RMSNorm weights in qkv's dtype, applied to each head before rotation, or None.
         num_heads: H.
         eps: of the norms.
         kv_scales: `[2, KV]` float32, what keys (row 0) and values (row 1) of each head are divided by in an fp8 (e4m3) cache;
@@ -132,4 +163,5 @@ rope_kv_write = register(
     cpu=rope_kv_write_cpu,
     triton="stepgraph.kernels.rope_kv_triton:rope_kv_write_triton",
     fake=_fake,
+    check=check_rope_kv_write,
 )

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch
+from stepgraph.kernels.launch import LaunchSpec, check_blocks, check_kernel_dtype, dense, launch
+from stepgraph.kernels.rope_kv import check_rope_kv_write
 
 FP8_MAX = tl.constexpr(448.0)  # largest finite e4m3
 
@@ -105,12 +106,6 @@ def rope_kv_write_kernel(
     tl.store(v_ptr + target + HALF, _to_cache(second, scales_ptr, KV_HEADS + v_head, is_v, IS_FP8, dtype), mask=mask)
 
 
-def check_cache(op: str, cache: Tensor) -> None:
-    """Raise unless each block of `cache [blocks, block_size, KV, D]` is dense (blocks may lie apart)."""
-    if not cache[0].is_contiguous():
-        raise ValueError(f"{op}: the blocks of the KV cache must be contiguous; strides are {cache.stride()}")
-
-
 def rope_kv_write_triton(
     qkv: Tensor,
     positions: Tensor,
@@ -126,12 +121,10 @@ def rope_kv_write_triton(
 ) -> Tensor:
     """Same contract as `rope_kv_write_reference`."""
     check_kernel_dtype("rope_kv_write", qkv, q_norm, k_norm)
-    check_cache("rope_kv_write", k_cache)
-    check_cache("rope_kv_write", v_cache)
+    check_rope_kv_write(qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales)
+    check_blocks("rope_kv_write", k_cache=k_cache, v_cache=v_cache)
     block_size, kv_heads, head_dim = k_cache.shape[1:]
     is_fp8 = k_cache.dtype.itemsize == 1
-    if is_fp8 and kv_scales is None:
-        raise ValueError(f"rope_kv_write: a KV cache of {k_cache.dtype} needs kv_scales [2, KV]")
     batch, query_len = qkv.shape[:2]
     out = qkv.new_empty((batch, query_len, num_heads, head_dim))
     half_pad = triton.next_power_of_2(head_dim // 2)
@@ -148,9 +141,9 @@ def rope_kv_write_triton(
                 "kv_slots_ptr": kv_slots.contiguous(),
                 "k_ptr": k_cache,
                 "v_ptr": v_cache,
-                "q_norm_ptr": q_norm,
-                "k_norm_ptr": k_norm,
-                "scales_ptr": kv_scales if is_fp8 else None,
+                "q_norm_ptr": None if q_norm is None else dense(q_norm),
+                "k_norm_ptr": None if k_norm is None else dense(k_norm),
+                "scales_ptr": dense(kv_scales) if is_fp8 else None,
                 "out_ptr": out,
                 "max_position": rope.shape[0] - 1,
                 "k_block_stride": k_cache.stride(0),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.checks import check_rows, check_tensor
-from stepgraph.kernels.norm import accumulation_dtype
+from stepgraph.kernels.dtypes import accumulation_dtype
 from stepgraph.kernels.philox import Stream, exponential
 from stepgraph.kernels.registry import register
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.norm import accumulation_dtype
+from stepgraph.kernels.dtypes import accumulation_dtype
 from stepgraph.kernels.philox import Stream, exponential_at
 from stepgraph.kernels.sampling import check_draw, check_law, draw_reference, finite_logits, token_law_reference
 

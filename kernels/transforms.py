@@ -15,8 +15,40 @@ rejection; the history is there anyway, and right by construction.
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.norm import accumulation_dtype
+from stepgraph.kernels.checks import check_tensor, check_tensors
+from stepgraph.kernels.dtypes import accumulation_dtype
 from stepgraph.kernels.registry import register
+
+
+def check_transform_logits(
+    logits: Tensor,
+    draft_tokens: Tensor,
+    slots: Tensor,
+    base: Tensor,
+    history: Tensor,
+    transformed: Tensor,
+    prompt_len: Tensor,
+    min_len: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    bias_ids: Tensor,
+    bias_values: Tensor,
+    stop_ids: Tensor,
+) -> None:
+    """Raise a ValueError where `transform_logits` has no meaning."""
+    op = "transform_logits"
+    check_tensor(op, "logits", logits, (None, None, None))
+    batch, query_len, _ = logits.shape
+    check_tensor(op, "history", history, (None, None), torch.int64)
+    state_rows = history.shape[0]
+    check_tensors(op, (batch, query_len - 1), torch.int64, draft_tokens=draft_tokens)
+    check_tensors(op, (batch,), torch.int64, slots=slots, base=base)
+    check_tensors(op, (state_rows,), torch.bool, transformed=transformed)
+    check_tensors(op, (state_rows,), torch.int64, prompt_len=prompt_len, min_len=min_len)
+    check_tensors(op, (state_rows,), torch.float32, repetition=repetition, frequency=frequency, presence=presence)
+    check_tensors(op, (state_rows, None), torch.int64, bias_ids=bias_ids, stop_ids=stop_ids)
+    check_tensors(op, tuple(bias_ids.shape), torch.float32, bias_values=bias_values)
 
 
 def transform_logits_reference(
@@ -48,7 +80,7 @@ def transform_logits_reference(
         min_len: `[S]` int64; no stop id at positions below it.
         repetition, frequency, presence: `[S]` float32; 1, 0, 0 change nothing.
         bias_ids, bias_values: `[S, n]` int64, −1 padded, each id once, and float32.
-        stop_ids: `[S, m]` int64, −1 padded.
+        stop_ids: `[S, m]` int64, −1 padded. Ids outside the vocabulary change nothing, here and in bias_ids.
     """
     batch, query_len, vocab = logits.shape
     dtype, device = accumulation_dtype(logits.dtype), logits.device
@@ -73,9 +105,9 @@ def transform_logits_reference(
         return values[slots][:, None, None].to(dtype)
 
     def at_ids(ids: Tensor, values: Tensor) -> Tensor:
-        # Padding lands in a column that is cut off.
+        # Padding, and ids that the vocabulary does not have, land in a column that is cut off.
         spread = torch.zeros(batch, vocab + 1, dtype=dtype, device=device)
-        return spread.scatter_add(-1, torch.where(ids >= 0, ids, vocab), values)[:, None, :vocab]
+        return spread.scatter_add(-1, torch.where((ids >= 0) & (ids < vocab), ids, vocab), values)[:, None, :vocab]
 
     new = logits.to(dtype) + at_ids(bias_ids[slots], bias_values[slots].to(dtype))
     penalty = of_slot(repetition)
@@ -107,4 +139,5 @@ transform_logits = register(
     cpu=transform_logits_cpu,
     triton="stepgraph.kernels.transforms_triton:transform_logits_triton",
     fake=lambda *args: None,
+    check=check_transform_logits,
 )

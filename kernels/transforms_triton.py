@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, launch
+from stepgraph.kernels.transforms import check_transform_logits
 
 BLOCK = 2048  # tokens of the vocabulary in one program, whose occurrences it counts
 HISTORY = 512  # positions of the text read at a time
@@ -99,6 +100,10 @@ def transform_logits_triton(
 ) -> None:
     """Same contract as `transform_logits_reference`; one launch."""
     check_kernel_dtype("transform_logits", logits)
+    check_transform_logits(
+        logits, draft_tokens, slots, base, history, transformed, prompt_len, min_len, repetition,
+        frequency, presence, bias_ids, bias_values, stop_ids,
+    )  # fmt: skip
     if not logits.is_contiguous() or not history.is_contiguous():
         raise ValueError("transform_logits: logits and history must be contiguous")
     batch, query_len, vocab = logits.shape

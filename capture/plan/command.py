@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from stepgraph.capture.build import DTYPES
-from stepgraph.capture.console import progress
+from stepgraph.capture.console import progress, require_writable
 from stepgraph.capture.phases import PHASES
 from stepgraph.capture.plan.gpus import GPUS, gpu_named
 from stepgraph.capture.plan.kernels import compiled_kernels, kernels_from_gate, unknown_kernels
 from stepgraph.capture.plan.overhead import Overhead
 from stepgraph.capture.plan.plan import MODE_KEYS, Plan, make_plan
+from stepgraph.capture.plan.plot import plot_plan, require_plot
 from stepgraph.capture.plan.shapes import StepShapes
 from stepgraph.capture.policies import make_policy
 from stepgraph.capture.request import require_number
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=int, default=64, help="most requests at once")
     parser.add_argument("--context", type=int, default=2048, help="tokens in the cache of each request")
     parser.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=[name for name in DTYPES if name != "float64"], default="bfloat16")
     parser.add_argument("--gpu", default="h200", help=", ".join(GPUS))
     parser.add_argument("--rungs", help="bucket sizes, as 1,2,4,8 (default: dense where batches are small)")
     parser.add_argument("--acceptance", default="0.8", help="acceptance by position, as 0.8,0.7; the last for later ones")
@@ -58,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         from stepgraph.capture.plan.measure import measure, require_cuda
 
         require_cuda()
+    require_writable("--json", args.json)
+    if args.plot:
+        require_plot(args.plot)
     gpu = gpu_named(args.gpu)
     acceptance = _numbers("--acceptance", args.acceptance, float)
     for rate in acceptance:
@@ -96,14 +100,9 @@ def run(args: argparse.Namespace) -> int:
         document["measured"] = measure(plan, args.model, args.drafter, args.dtype, args.block_size, args.context)
 
     if args.plot:
-        from stepgraph.capture.plan.plot import plot_plan
-
         plot_plan(plan, args.plot)
     if args.json not in (None, "-"):
-        try:
-            Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--json is {args.json!r}, which cannot be written: {error.strerror}") from None
+        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     out = sys.stderr if args.json == "-" else sys.stdout
     print_plan(plan, out, document.get("measured", []))
     if args.json == "-":

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -11,9 +12,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.capture.console import shown
+from stepgraph.capture.console import require_writable, shown
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.policies import ADAPTIVE, FixedPolicy, KPolicy, SchedulePolicy, make_adaptive
+from stepgraph.capture.policies.ladder import PUBLISHED, Rungs
 from stepgraph.capture.schedule import Schedule, require_int, show
 from stepgraph.capture.simulate.arrivals import parse_arrivals
 from stepgraph.capture.simulate.closed import fixed_runs, oracle_run, run_policy
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    require_writable("--json", args.json)
     require_int("seed", args.seed, 0)
     world, rng = parse_world(args.world), np.random.default_rng(args.seed)
     ks = _ks(args.ks, world.k_max if isinstance(world, Recorded) else LARGEST_K)
@@ -127,8 +130,13 @@ def make_from(text: str, cost: CostTable) -> KPolicy:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--policy {kind}: the options are not JSON: {error}") from None
     if kind == "ladder":
-        return make_adaptive(kind, options)
+        return make_adaptive(kind, options if "slots" in options else {"slots": _rungs_within(cost.ks), **options})
     return make_adaptive(kind, {"cost": cost, **options} if isinstance(options, dict) else options)
+
+
+def _rungs_within(ks: frozenset[int]) -> dict[int, Rungs]:
+    """The published ladder without the rungs that this world does not have."""
+    return {first: replace(rungs, ks=tuple(k for k in rungs.ks if k in ks) or (min(ks),)) for first, rungs in PUBLISHED.items()}
 
 
 def _ks(text: str | None, largest: int) -> list[int] | None:

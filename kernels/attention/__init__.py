@@ -1,7 +1,7 @@
 """Attention of a few query tokens per request over a paged KV cache, the same number for every request."""
 
 from stepgraph.kernels.attention.cpu import uniform_decode_attention_cpu
-from stepgraph.kernels.attention.reference import uniform_decode_attention_reference
+from stepgraph.kernels.attention.reference import check_attention, uniform_decode_attention_reference
 from stepgraph.kernels.attention.work import build_attention_work
 from stepgraph.kernels.registry import register
 from stepgraph.kernels.support import CaptureSupport
@@ -28,4 +28,5 @@ uniform_decode_attention = register(
     cpu=uniform_decode_attention_cpu,
     triton="stepgraph.kernels.attention.launcher:uniform_decode_attention_triton",
     fake=_fake,
+    check=check_attention,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.attention.reference import read_cache
-from stepgraph.kernels.norm import accumulation_dtype
+from stepgraph.kernels.dtypes import accumulation_dtype
 
 # Beyond this query length (prefill chunks) rows share one call; a chunk's bits may depend on its length.
 MAX_ROWWISE_QUERY = 32
@@ -28,7 +28,10 @@ def uniform_decode_attention_cpu(
     work: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `uniform_decode_attention_reference`."""
+    """Same contract as `uniform_decode_attention_reference`, and a ValueError for a block that the cache does not have."""
+    for block in block_table.aminmax() if block_table.numel() else ():
+        if not 0 <= block < len(k_cache):
+            raise ValueError(f"uniform_decode_attention: block_table has {block}; allowed are blocks 0 to {len(k_cache) - 1}")
     out = torch.zeros_like(q)
     block_size, query_len = k_cache.shape[1], q.shape[1]
     capacity = block_table.shape[1] * block_size
@@ -40,7 +43,7 @@ def uniform_decode_attention_cpu(
         # [blocks, block_size, KV, D] -> [KV, S, D]
         blocks = block_table[row, : -(-stored // block_size)]
         keys, values = (
-            _read(cache, blocks, scales, q.dtype).flatten(0, 1).transpose(0, 1)
+            _read(cache, blocks, scales, accumulation_dtype(q.dtype)).flatten(0, 1).transpose(0, 1)
             for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
         )
         first = seq_len - query_len

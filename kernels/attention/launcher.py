@@ -8,10 +8,10 @@ from torch import Tensor
 
 from stepgraph.kernels import tables
 from stepgraph.kernels.attention.kernels import merge_splits_kernel, uniform_decode_attention_kernel
+from stepgraph.kernels.attention.reference import check_attention
 from stepgraph.kernels.attention.work import SPLIT, work_capacity, work_size
 from stepgraph.kernels.attention.work_triton import build_attention_work_triton
-from stepgraph.kernels.launch import LaunchSpec, Target, check_kernel_dtype, dense, launch, target_of
-from stepgraph.kernels.rope_kv_triton import check_cache
+from stepgraph.kernels.launch import LaunchSpec, Target, check_blocks, check_kernel_dtype, dense, launch, target_of
 
 # Longer queries (prefill chunks) have tiles enough to fill a device without splitting rows, and would need large scratch.
 MAX_SPLIT_QUERY = 16
@@ -99,16 +99,12 @@ def uniform_decode_attention_triton(
         ValueError: the scratch or the work list is too small for the batch, or shapes are out of the kernel's reach.
     """
     check_kernel_dtype("uniform_decode_attention", q)
-    check_cache("uniform_decode_attention", k_cache)
-    check_cache("uniform_decode_attention", v_cache)
+    check_attention(q, k_cache, v_cache, block_table, seq_lens, scale, window, softcap, kv_scales)
+    check_blocks("uniform_decode_attention", k_cache=k_cache, v_cache=v_cache)
     batch, query_len, num_heads, head_dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     group, table_width = num_heads // kv_heads, block_table.shape[1]
     is_fp8 = k_cache.dtype.itemsize == 1
-    if is_fp8 and kv_scales is None:
-        raise ValueError(f"uniform_decode_attention: a KV cache of {k_cache.dtype} needs kv_scales [2, KV]")
-    if not is_fp8 and k_cache.dtype != q.dtype:
-        raise TypeError(f"uniform_decode_attention: q is {q.dtype}, the KV cache {k_cache.dtype}")
     target = target_of(q)
     config = config or attention_config(q, k_cache, target)
     if group > config.rows:

@@ -11,6 +11,7 @@ offset −1 and no entries, and attention answers them with NaN: never a write p
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.checks import INDEX, check_tensor
 from stepgraph.kernels.registry import register
 
 SPLIT = 512  # tokens; decides bits, hence a constant
@@ -20,6 +21,14 @@ HEADER = 2  # entries, wanted
 def work_capacity(batch: int, table_tokens: int, pool_tokens: int, split: int = SPLIT) -> int:
     """Most (row, split) entries a batch can have: full tables, or a full pool of blocks of which no two rows share one."""
     return min(batch * -(-table_tokens // split), -(-pool_tokens // split) + batch)
+
+
+def check_work(seq_lens: Tensor, query_len: int, window: int, table_tokens: int, pool_tokens: int, split: int = SPLIT) -> None:
+    """Raise a ValueError where `build_attention_work` has no meaning."""
+    check_tensor("build_attention_work", "seq_lens", seq_lens, (None,), INDEX)
+    for name, value in (("table_tokens", table_tokens), ("pool_tokens", pool_tokens)):
+        if value < 0:
+            raise ValueError(f"build_attention_work: {name} is {value}; allowed is 0 or more")
 
 
 def work_size(batch: int, capacity: int) -> int:
@@ -49,14 +58,14 @@ def build_attention_work_reference(
     first, count = split_range(seq_lens, query_len, window, table_tokens, split)
     end = count.cumsum(0)
     fits = end <= capacity
-    entries = torch.where(fits, end, 0).amax(0, keepdim=True)
+    entries = (count * fits).sum(0, keepdim=True)
 
     index = torch.arange(capacity, device=seq_lens.device)
     row = torch.searchsorted(end, index, right=True).clamp(max=batch - 1)
     listed = index < entries
     pairs = torch.stack([row, first[row] + index - (end - count)[row]], dim=-1)
     pairs = torch.where(listed[:, None], pairs, 0)
-    header = [entries, end[-1:], torch.where(fits, end - count, -1)]
+    header = [entries, count.sum(0, keepdim=True), torch.where(fits, end - count, -1)]
     return torch.cat([*header, pairs.flatten()]).to(torch.int32)
 
 
@@ -89,4 +98,5 @@ build_attention_work = register(
     cpu=build_attention_work_cpu,
     triton="stepgraph.kernels.attention.work_triton:build_attention_work_triton",
     fake=_fake,
+    check=check_work,
 )

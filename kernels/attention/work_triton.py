@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stepgraph.kernels.attention.work import SPLIT, work_capacity, work_size
+from stepgraph.kernels.attention.work import SPLIT, check_work, work_capacity, work_size
 from stepgraph.kernels.launch import LaunchSpec, launch
 
 MAX_BATCH = 4096  # rows whose lengths one program holds
@@ -56,6 +56,7 @@ def build_attention_work_triton(
     seq_lens: Tensor, query_len: int, window: int, table_tokens: int, pool_tokens: int, split: int = SPLIT
 ) -> Tensor:
     """Same contract as `build_attention_work_reference`; list entries beyond the count are undefined."""
+    check_work(seq_lens, query_len, window, table_tokens, pool_tokens, split)
     batch = seq_lens.shape[0]
     if batch > MAX_BATCH:
         raise ValueError(f"build_attention_work: batch {batch}; at most {MAX_BATCH}")

@@ -66,9 +66,20 @@ def test_judgement(change, fault):
     assert found == [] if fault is None else (len(found) == 1 and fault in found[0])
 
 
-def test_unknown_arch_is_refused():
-    with pytest.raises(SystemExit):
-        gate.main(["--arch", "sm_75"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--arch", "sm_75"], "--arch is 'sm_75'; allowed are sm_80, sm_90, sm_100, separated by commas"),
+        (["--arch", "sm_80,ninety"], "--arch is 'sm_80,ninety'; allowed are"),
+        (["--jobs", "0"], "--jobs is 0; allowed is 1 or more"),
+        (["--json", "/dev/null/rows.json"], "--json is '/dev/null/rows.json', which cannot be written"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_compiled(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(gate, "run", None)
+    with pytest.raises(SystemExit, match="2"):
+        gate.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_main_loop_of_a_listing():

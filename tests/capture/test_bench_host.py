@@ -4,6 +4,7 @@ import json
 import tracemalloc
 
 import pytest
+
 from stepgraph.capture.bench_host import engine_without_steps, host_row
 from stepgraph.capture.cli import main
 from stepgraph.capture.request import SamplingParams

@@ -310,6 +310,7 @@ def test_command_with_arrivals_and_a_profile(tmp_path, capsys):
         (["--policy", "ladder:{"], "--policy ladder: the options are not JSON"),
         (["--policy", "fixed:12"], "policy fixed:12 may ask k=12"),
         (["--steps", "0"], "steps is 0"),
+        (["--json", "/nowhere/rows.json"], "--json is '/nowhere/rows.json', which cannot be written"),
         (["--draft-cost", "-1"], "the draft cost c is -1"),
     ],
 )

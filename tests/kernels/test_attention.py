@@ -255,3 +255,47 @@ def test_inputs_are_left_alone(name):
     call(IMPLEMENTATIONS[name], inputs)
     for key, value in before.items():
         assert torch.equal(inputs[key], value), key
+
+
+@both
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+def test_a_value_that_is_not_finite_spoils_the_queries_that_see_it_and_no_other(name, bad):
+    """A draft that overflows is rejected; the rows before it decide that, and must not be lost with it."""
+    inputs = world([12, 9], 4)
+    out = call(IMPLEMENTATIONS[name], inputs)
+    inputs["v_cache"][inputs["block_table"][0, 10 // 4], 10 % 4, 1, 3] = bad  # row 0's third query, in one KV head and column
+    spoilt = torch.zeros_like(out, dtype=torch.bool)
+    spoilt[0, 2:, 2:, 3] = True
+    after = call(IMPLEMENTATIONS[name], inputs)
+    assert torch.equal(~after.isfinite(), spoilt)
+    assert torch.equal(after[~spoilt], out[~spoilt])
+
+
+def fp8(inputs, scales) -> tuple[dict, dict]:
+    """The same inputs with an fp8 cache, and with the float64 numbers that such a cache and its scales stand for."""
+    stored = {name: inputs[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    meant = {name: cache.double() * scales[i].double()[:, None] for i, (name, cache) in enumerate(stored.items())}
+    return inputs | stored, inputs | meant
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("query_len", "window"), [(1, 0), (4, 3), (40, 0)])
+def test_fp8_cache_against_float64(name, dtype, query_len, window):
+    scales = torch.tensor([[0.5, 2.0], [0.25, 0.011]])
+    stored, meant = fp8(world([0, 7, 41, 60], query_len, dtype=dtype), scales)
+    out = call(IMPLEMENTATIONS[name], stored, window=window, kv_scales=scales)
+    expected, bound = call(attend, meant, window=window)
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    allowed = 16 * torch.finfo(work).eps * bound + torch.finfo(dtype).eps * expected.abs()
+    assert out.dtype == dtype
+    assert ((out.double() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("block", [-1, 19, 2**40])
+def test_a_block_that_the_cache_does_not_have_is_named(block):
+    """−1 would read the last block, which is another request's."""
+    inputs = world([12, 9], 2, blocks=9)
+    inputs["block_table"][1, 2] = block
+    with pytest.raises(ValueError, match=f"block_table has {block}; allowed are blocks 0 to 18"):
+        call(uniform_decode_attention, inputs)

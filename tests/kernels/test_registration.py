@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import stepgraph.kernels
+from stepgraph.kernels.registry import implementation
 
 for module in pkgutil.walk_packages(stepgraph.kernels.__path__, "stepgraph.kernels."):
     importlib.import_module(module.name)
@@ -165,3 +166,89 @@ def test_only_named_arguments_are_written(name):
 def test_both_devices_have_an_implementation(name):
     for key in ("CPU", "CUDA"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"stepgraph::{name}", key)
+
+
+# Arguments whose first dimension no other argument has to share.
+FREE_ROWS = {
+    ("rms_norm", "x"), ("silu_mul", "gate_up"), ("rope_kv_write", "rope"), ("build_attention_work", "seq_lens"),
+    ("ngram_propose", "history"), ("advance", "results"),
+}  # fmt: skip
+ANY_DIMENSIONS = {("rms_norm", "x"), ("silu_mul", "gate_up")}
+
+
+def entries(name):
+    """Ways to call an op: through the dispatcher, as a trace does, and its launcher, which refuses before it launches."""
+
+    def fake(*arguments):
+        with FakeTensorMode() as mode:
+            op(name)(*tree_map(lambda a: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a, arguments))
+
+    return op(name), fake, implementation(name, "triton")
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "linear"])
+def test_wrong_arguments_are_named(name):
+    """Each tensor with another dtype, a dimension more and a row less; a launcher would read past the end of a short one."""
+    for arguments in SAMPLES[name](2):
+        for index, argument in enumerate(op(name)._schema.arguments[: len(arguments)]):
+            tensor = arguments[index]
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            other = tensor.to(torch.float32 if tensor.dtype == torch.int64 else torch.int64)
+            wrong = [(rf"({argument.name} is \w+ \[|the Triton kernel takes .*, not torch.int64)", other)]
+            if (name, argument.name) not in ANY_DIMENSIONS:
+                wrong.append(("[^:]+ is .*; allowed ", tensor[None]))
+            if (name, argument.name) not in FREE_ROWS:
+                wrong.append(("[^:]+ is .*; allowed ", tensor[:-1]))
+            for message, value in wrong:
+                for call in entries(name):
+                    with pytest.raises(ValueError, match=rf"^{name}: {message}"):
+                        call(*arguments[:index], value, *arguments[index + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("silu_mul", {"gate_up": torch.ones(2, 5)}, r"gate_up is \[2, 5\]; allowed is \[..., 2 I\]"),
+        ("ngram_propose", {"min_match": 0}, "min_match and max_match are 0 and 3; allowed is 1 ≤ min_match ≤ max_match"),
+        ("ngram_propose", {"min_match": 4}, "min_match and max_match are 4 and 3"),
+        ("ngram_propose", {"k": -1}, "k is -1; allowed is 0 or more"),
+        ("build_attention_work", {"pool_tokens": -1}, "pool_tokens is -1; allowed is 0 or more"),
+        ("uniform_decode_attention", {"q": floats(BATCH, 3, 3, HEAD_DIM)}, "q has 3 heads; allowed are multiples of"),
+        ("uniform_decode_attention", {"q": floats(BATCH, 3, HEADS, HEAD_DIM).bfloat16()}, "k_cache is torch.float32; allowed"),
+        ("uniform_decode_attention", {"q": floats(BATCH, 3, HEADS, 4)}, r"k_cache is float32 \[6, 4, 2, 8\]; allowed"),
+        ("rope_kv_write", {"num_heads": 5}, r"qkv is float32 \[3, 3, 64\]; allowed is any float \[any, any, 72\]"),
+        ("advance", {"emitted": ints(BATCH, 6)}, "emitted has 6 columns; allowed are 1 to k_max \\+ 1 = 5"),
+        ("advance", {"results": ints(SLOTS, 7)}, r"results is \[4, 7\]; allowed are \[3, 8\] and more of each"),
+        ("advance", {"results": ints(2, 10)}, r"results is \[2, 10\]; allowed are \[3, 8\] and more of each"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_fit_together_are_named(name, changes, message):
+    arguments = dict(zip([a.name for a in op(name)._schema.arguments], SAMPLES[name](2)[0], strict=False)) | changes
+    for call in entries(name):
+        with pytest.raises(ValueError, match=f"^{name}: {message}"):
+            call(*arguments.values())
+
+
+@pytest.mark.parametrize("name", ["uniform_decode_attention", "rope_kv_write"])
+def test_an_fp8_cache_needs_scales(name):
+    arguments = dict(zip([a.name for a in op(name)._schema.arguments], SAMPLES[name](2)[0], strict=False))
+    arguments |= {cache: arguments[cache].to(torch.float8_e4m3fn) for cache in ("k_cache", "v_cache")}
+    for scales, message in ((None, "a KV cache of .* needs kv_scales"), (torch.ones(2, 3), r"kv_scales is float32 \[2, 3\]")):
+        for call in entries(name):
+            with pytest.raises(ValueError, match=f"^{name}: {message}"):
+                call(*arguments.values(), scales)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_no_rows_at_all(name):
+    for arguments in SAMPLES[name](0):
+        none = [a[:0] if isinstance(a, torch.Tensor) and a.shape[0] == BATCH else a for a in arguments]
+        before = [a.clone() if isinstance(a, torch.Tensor) else a for a in none]
+        shapes = [
+            [t.shape for t in tree_leaves(function(*none)) if t is not None]
+            for function in (op(name), implementation(name, "reference"))
+        ]
+        assert shapes[0] == shapes[1]
+        for old, new in zip(before, none, strict=True):
+            assert not isinstance(old, torch.Tensor) or torch.equal(old, new)

@@ -101,6 +101,14 @@ def test_others_keep_their_bytes(op):
     assert not torch.equal(logits[1], before[1])
 
 
+@pytest.mark.parametrize("op", IMPLEMENTATIONS)
+def test_ids_that_the_vocabulary_does_not_have_change_nothing(op):
+    request = Request(bias={VOCAB: 3.0, 2**40: 1.0, 4: 2.0}, stops=[VOCAB + 5, -7], min_len=20)
+    out = apply(op, torch.zeros(1, 2, VOCAB), torch.tensor([[1]]), [request])
+    assert out.sum() == 4
+    assert (out[0, :, 4] == 2).all()
+
+
 tokens = st.integers(0, VOCAB - 1)
 requests = st.builds(
     Request,

@@ -11,6 +11,7 @@ from stepgraph.capture.keys import GraphKey
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.phases import PHASES, phase_of
 from stepgraph.capture.pieces import ATTENTION
+from stepgraph.capture.plan import command as plan_command
 from stepgraph.capture.plan.costs import cost_of, is_view
 from stepgraph.capture.plan.gpus import GPUS, gpu_named
 from stepgraph.capture.plan.launches import Launches
@@ -244,6 +245,20 @@ def test_bad_input_is_one_sentence(options, message, capsys):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("stepgraph: error: ")
     assert message in error
+
+
+@pytest.mark.parametrize("options", [["--json", "/nowhere/plan.json"], ["--plot", "plan.gif"], ["--plot", "/nowhere/plan.svg"]])
+def test_files_that_cannot_be_written_are_found_before_the_work(options, monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "make_plan", None)  # a call would end with another message
+    assert main([*TINY, *options]) == 2
+    assert f"{options[0]} " in capsys.readouterr().err
+
+
+def test_a_plan_takes_no_float64(capsys):
+    """No kernel is written for it, so there would be nothing to count."""
+    with pytest.raises(SystemExit, match="2"):
+        main([*TINY, "--dtype", "float64"])
+    assert "argument --dtype: invalid choice: 'float64'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without CUDA is told")

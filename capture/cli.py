@@ -22,7 +22,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 def build_parser() -> argparse.ArgumentParser:
     # Imported here, under `guarded`: loading torch takes seconds, and an interrupt may fall into them.
-    from stepgraph.capture import bench_serve, generate, show_environment
+    from stepgraph.capture import bench_host, bench_serve, generate, show_environment
     from stepgraph.capture.plan import command as plan
     from stepgraph.capture.profile import command as profile
     from stepgraph.capture.simulate import command as simulate
@@ -43,7 +43,11 @@ def build_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure the engine here").add_subparsers(
         dest="bench", required=True, metavar="WHAT", parser_class=Parser
     )
-    for name, what, module in (("serve", "requests that arrive in real time", bench_serve),):
+    benches = (
+        ("serve", "requests that arrive in real time", bench_serve),
+        ("host", "time of a step that is not the replay", bench_host),
+    )
+    for name, what, module in benches:
         command = bench.add_parser(name, help=what, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

@@ -30,11 +30,11 @@ class WalkPolicy(FixedPolicy):
     def keys(self, max_batch, rungs=None):
         return KeySet.for_policy(self.ks, max_batch, rungs)
 
-    def choose(self, batch):
+    def choose(self, batch, context=None, requests=None):
         self.batches.append(batch)
         return self.walk[(len(self.batches) - 1) % len(self.walk)]
 
-    def observe(self, k_run, accepted, lag=0):
+    def observe(self, k_run, accepted, lag=0, requests=None):
         self.observed.append((k_run, list(accepted)))
 
 

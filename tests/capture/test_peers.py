@@ -1,0 +1,24 @@
+"""The comparison with other programs: the same weights on both sides, and what its table says."""
+
+import torch
+from oracles import to_transformers
+from worlds import tiny_model
+
+from stepgraph.capture.experiments.peers import hugging_face, table
+
+
+def test_the_others_get_our_weights():
+    model = tiny_model(dtype=torch.float32)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        assert torch.equal(hugging_face(model)(ids).logits, to_transformers(model)(ids).logits)
+
+
+def test_table_names_what_is_absent():
+    good = {
+        "provider": "ours", "status": "ok", "dtype": "float32", "prompts": 2, "k": 0, "tokens_per_s_p50": 7.25,
+        "speedup_p50": 1.5, "speedup_p25": 1.25, "speedup_p75": 1.75, "same_text": 2,
+    }  # fmt: skip
+    drawn = table([good, {"provider": "llama.cpp", "status": "absent: not installed", "dtype": "float32"}])
+    assert drawn.lines == [["float32", "ours", "0", "7.2", "1.50 (1.25 to 1.75)", "2 of 2"]]
+    assert "llama.cpp is absent: not installed." in drawn.note

@@ -123,6 +123,12 @@ class BuiltEngine(NamedTuple):
     load_s: float
 
 
+def load_target(options: EngineOptions) -> LoadedModel:
+    """The model of the options, in their dtype and on their device."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load_model(options.model, dtype=DTYPES[options.dtype], device=device, invariant_linear=options.invariant_linear)
+
+
 def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> BuiltEngine:
     """An engine that is ready for `add`, `step` and `generate`; graphs are captured at the first step or by `capture`.
 
@@ -135,10 +141,7 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
     """
     policy = options.make_policy()  # before anything is loaded: a wrong option should not cost a model load
     if loaded is None:
-        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        loaded = load_model(
-            options.model, dtype=DTYPES[options.dtype], device=device, invariant_linear=options.invariant_linear
-        )
+        loaded = load_target(options)
     target = loaded.model
     max_len = min(DEFAULT_MAX_LEN, target.max_positions) if options.max_len is None else options.max_len
     if max_len > target.max_positions:

@@ -22,8 +22,9 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 def build_parser() -> argparse.ArgumentParser:
     # Imported here, under `guarded`: loading torch takes seconds, and an interrupt may fall into them.
-    from stepgraph.capture import generate, show_environment
+    from stepgraph.capture import bench_host, bench_serve, generate, show_environment
     from stepgraph.capture.plan import command as plan
+    from stepgraph.capture.profile import command as profile
     from stepgraph.capture.simulate import command as simulate
 
     parser = Parser(prog="stepgraph", description="Whole speculative-decoding steps, one graph for each (batch, k).")
@@ -31,11 +32,23 @@ def build_parser() -> argparse.ArgumentParser:
     modules = (
         ("generate", "generate text", generate),
         ("plan", "predict steps on a GPU", plan),
+        ("profile", "measure step times and acceptance here", profile),
         ("simulate", "compare policies for k in a drawn or recorded world", simulate),
         ("env", "describe this machine for a results file", show_environment),
     )
     for name, what, module in modules:
         command = commands.add_parser(name, help=what, description=module.__doc__)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    bench = commands.add_parser("bench", help="measure the engine here").add_subparsers(
+        dest="bench", required=True, metavar="WHAT", parser_class=Parser
+    )
+    benches = (
+        ("serve", "requests that arrive in real time", bench_serve),
+        ("host", "time of a step that is not the replay", bench_host),
+    )
+    for name, what, module in benches:
+        command = bench.add_parser(name, help=what, description=module.__doc__)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     compile_gate = commands.add_parser("compile", help="compile every kernel for GPUs that need not be here", add_help=False)

@@ -57,23 +57,38 @@ class CostTable:
         self._known: dict[tuple[int, int, int], float] = {}
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file of `SCHEMA`.
+    def load(cls, *paths: str | os.PathLike[str]) -> Self:
+        """Read profiles, or plans (`stepgraph plan --json FILE`, of which the time of a FULL step counts); several, as of one
+        k each, make one table.
 
         Raises:
-            ValueError: it cannot be read or is not such a file.
+            ValueError: a file cannot be read or is neither.
         """
+        rows = [(Path(path).name, row) for path in paths for row in cls._rows_of(path)]
+        try:
+            return cls(row for _, row in rows)
+        except ValueError as error:
+            raise ValueError(f"profile {', '.join(dict.fromkeys(name for name, _ in rows))}: {error}") from None
+
+    @staticmethod
+    def _rows_of(path: str | os.PathLike[str]) -> list[Any]:
         name = Path(path).name
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"profile {name} cannot be read: {error}") from None
+        if isinstance(content, dict) and isinstance(content.get("keys"), list) and "assumptions" in content:
+            try:
+                context = content["assumptions"]["context_tokens"]
+                return [
+                    {"batch": key["batch"], "k": key["k"], "context": context, "step_ms": key["modes"]["full_us"] / 1e3}
+                    for key in content["keys"]
+                ]
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"plan {name} has no {error} for a key.") from None
         if not isinstance(content, dict) or content.get("schema") != SCHEMA or not isinstance(content.get("rows"), list):
             raise ValueError(f"profile {name} is not of schema {SCHEMA} with rows; stepgraph profile writes one.")
-        try:
-            return cls(content["rows"])
-        except ValueError as error:
-            raise ValueError(f"profile {name}: {error}") from None
+        return content["rows"]
 
     @property
     def ks(self) -> frozenset[int]:

@@ -187,7 +187,7 @@ class Engine:
         oldest = next((request for request in prefilling if request.prefilled < request.prefill_target), None)
         if oldest is not None:
             stop = min(oldest.prefilled + self.prefill_chunk, oldest.prefill_target)
-            self.scheduler.grow(oldest, stop)
+            self.scheduler.grow([oldest], [stop])
             with torch.no_grad():
                 self.graphs.step.prefill(oldest.slot, oldest.prompt_ids[oldest.prefilled : stop], oldest.prefilled)
             oldest.prefilled = stop
@@ -199,6 +199,7 @@ class Engine:
         start_s = time.perf_counter()
         self.scheduler.admit()
         self._prefill()
+        self.stats.prefill_s += time.perf_counter() - start_s
         self._decode()
         self.stats.elapsed_s += time.perf_counter() - start_s
 
@@ -211,6 +212,8 @@ class Engine:
 
     def _launchable(self) -> list[Request]:
         """Decoding requests that the steps in flight will not have brought to their limit: each commits a token at least."""
+        if not self._in_flight:
+            return [request for request in self.scheduler.running if request.ended is None and request.length < request.limit]
         flying = Counter(request.id for step in self._in_flight for request in step.requests)
         return [
             request
@@ -225,8 +228,8 @@ class Engine:
         state, context = self.graphs.step.state, sum(request.length for request in requests) // len(requests)
         k = self.policy.choose(len(requests), context, [request.id for request in requests])
         most_new = k + 1 + sum(step.most_tokens for step in self._in_flight)
-        for request in requests:  # blocks for the longest text that the steps in flight and this one can make
-            self.scheduler.grow(request, request.length + most_new - 1)
+        # Blocks for the longest text that the steps in flight and this one can make.
+        self.scheduler.grow(requests, [request.length + most_new - 1 for request in requests])
         state.set_rows([request.slot for request in requests])
         key = self.graphs.replay(len(requests), k)
         logprobs = {
@@ -262,9 +265,9 @@ class Engine:
         out with the next step.
         """
         for request in list(self.scheduler.running):
-            if request.id in self._requests:
+            if request.unsent and request.id in self._requests:
                 self._emit_text(request)
-            if request.id in self._requests and request.ended is not None:
+            if request.ended is not None and request.id in self._requests:
                 self._finish(request, request.ended)
 
     def _emit_text(self, request: Request) -> None:

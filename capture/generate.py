@@ -11,11 +11,13 @@ from typing import TextIO
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
 from stepgraph.capture.console import INTERRUPTED, OrderedStream, graphs_table, progress, stats_table
 from stepgraph.capture.engine import Engine
+from stepgraph.capture.launched import StepRecord
+from stepgraph.capture.metrics import StepMetrics, write_prometheus
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.policies import ADAPTIVE
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import VERIFY, FinishReason, RequestOutput, SamplingParams
-from stepgraph.capture.schedule import show
+from stepgraph.capture.schedule import json_object
 from stepgraph.kernels.output import require_writable
 from stepgraph.model.drafters.early_stop import KNOWN as EARLY_STOPS
 from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
@@ -63,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
     parser.add_argument("--lag", type=int, help="steps in flight when the next is launched: 0 or 1 (default 1 on CUDA, else 0)")
     parser.add_argument("--log-steps", metavar="FILE.jsonl", help="write a JSON line per step: key, k, accepted, padding, lag")
+    parser.add_argument("--metrics", metavar="FILE.prom", help="write counters in Prometheus' text format (prometheus-client)")
     parser.add_argument("--graphs", action="store_true", help="end with a table of the captured graphs")
     parser.add_argument("--strict", action="store_true", help="a step without a graph is an error")
     template = parser.add_mutually_exclusive_group()
@@ -76,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     texts = [*args.texts, *(record.prompt for record in (read_prompts(args.prompts) if args.prompts else []))]
     if not texts:
         raise ValueError("no prompt was given; give texts or --prompts FILE.jsonl")
-    require_writable("--json", args.json)
-    require_writable("--log-steps", args.log_steps)
+    for option, path in (("--json", args.json), ("--log-steps", args.log_steps), ("--metrics", args.metrics)):
+        require_writable(option, path)
     params = SamplingParams(
         args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.min_p,
         stop_ids=tuple(args.stop_id), ignore_eos=args.ignore_eos, stop=tuple(args.stop), min_tokens=args.min_tokens,
@@ -87,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     options = EngineOptions(
         model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, policy=args.policy,
-        policy_options=_json_object("--policy-options", args.policy_options), max_batch=args.max_batch,
+        policy_options=json_object("--policy-options", args.policy_options), max_batch=args.max_batch,
         max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
         verify=args.verify, lag=args.lag, early_stop=args.early_stop, synthetic_rates=_rates(args.synthetic_acceptance),
     )  # fmt: skip
@@ -102,9 +105,18 @@ def run(args: argparse.Namespace) -> int:
     prompts = [encode_prompt(text, engine.tokenizer, args.chat) for text in texts]
     engine.graphs.capture(lambda keys: progress(keys, "capturing", "graph"))
     with open(args.log_steps or os.devnull, "w", encoding="utf-8") as log:
-        if args.log_steps is not None:
-            engine.on_step = lambda record: print(json.dumps(asdict(record)), file=log)
+        metrics = StepMetrics()
+
+        def on_step(record: StepRecord) -> None:
+            metrics.observe(record)
+            if args.log_steps is not None:
+                print(json.dumps(asdict(record)), file=log)
+
+        if args.log_steps is not None or args.metrics is not None:
+            engine.on_step = on_step
         outputs = _generate(engine, texts, prompts, params, out)
+    if args.metrics is not None:
+        write_prometheus(args.metrics, engine, metrics)
     stats = engine.report()
     if args.json:
         document = {
@@ -176,18 +188,6 @@ def _logit_bias(entries: list[str]) -> dict[int, float]:
             raise ValueError(f"--logit-bias names token {token} twice; allowed is once")
         bias[token] = number
     return bias
-
-
-def _json_object(option: str, text: str | None) -> dict | None:
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{option} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} is {show(value)}; it must be an object of names and values")
-    return value
 
 
 def _rates(text: str | None) -> tuple[float, ...] | None:

@@ -15,6 +15,9 @@ PHASES = ("draft", "verify", "accept", "observe", "advance")
 @contextmanager
 def named_range(name: str) -> Iterator[None]:
     """A range `stepgraph.NAME` for torch.profiler and, where CUDA is in use, for NVTX."""
+    if not torch.autograd._profiler_enabled() and not torch.cuda.is_initialized():
+        yield  # nobody looks; opening a range takes longer than the rest of a launch's bookkeeping
+        return
     label = f"stepgraph.{name}"
     with record_function(label):
         if torch.cuda.is_initialized():

@@ -16,8 +16,8 @@ from typing import Any
 
 SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 DEFAULT_MAX_K = 16
-# Thousands of ranges fit; anything larger is the wrong file.
-MAX_BYTES = 64 * 1024
+# A profile, with its schedule inside, fits; anything larger is the wrong file.
+MAX_BYTES = 1 << 20
 
 
 class ScheduleError(ValueError):
@@ -41,6 +41,23 @@ def require_int(name: str, value: object, low: int, high: int | None = None) -> 
     if type(value) is not int or value < low or (high is not None and value > high):
         allowed = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} is {show(value)}; it must be an integer {allowed}.")
+    return value
+
+
+def json_object(option: str, text: str | None) -> dict | None:
+    """The object that an option gives as JSON text; None of None.
+
+    Raises:
+        ValueError: it is not JSON, or no object.
+    """
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{option} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} is {show(value)}; it must be an object of names and values")
     return value
 
 

@@ -1,10 +1,11 @@
 """Which requests hold memory and run: slots and KV blocks, on the host."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from stepgraph.capture.request import Request, SamplingParams
 from stepgraph.capture.state import MAX_STOP_IDS, DecodeState
-from stepgraph.capture.transfer import upload
+from stepgraph.capture.transfer import integers, upload
 from stepgraph.model.kv_cache import BlockAllocator
 
 
@@ -16,7 +17,7 @@ class Scheduler:
     """
 
     def __init__(self, state: DecodeState, num_blocks: int, block_size: int):
-        self.state, self.block_size = state, block_size
+        self.state, self.block_size, self.table_blocks = state, block_size, state.block_table.shape[1]
         self.allocator = BlockAllocator(num_blocks)
         self.free_slots = list(range(state.num_slots - 1, -1, -1))
         self.waiting: deque[Request] = deque()
@@ -46,16 +47,24 @@ class Scheduler:
             self.waiting.popleft()
             self.prefilling.append(request)
 
-    def grow(self, request: Request, tokens: int) -> None:
-        """Have blocks for the first `tokens` tokens of a request, or as many as it can ever use."""
-        missing = self.blocks_for(min(tokens, request.limit - 1)) - len(request.blocks)
-        if missing <= 0:
-            return
-        fresh = self.allocator.take(missing)
-        start = len(request.blocks)
-        request.blocks += fresh
-        request.reserved -= missing
-        upload(self.state.block_table[request.slot, start : start + missing], fresh)
+    def grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """Have blocks for the first `tokens[i]` tokens of request i, or as many as it can ever use. All that is new goes to
+        the device at once.
+        """
+        block_size, cells, fresh = self.block_size, [], []
+        for request, wanted in zip(requests, tokens, strict=True):
+            have = len(request.blocks)
+            if wanted <= have * block_size:
+                continue
+            missing = self.blocks_for(min(wanted, request.limit - 1)) - have
+            if missing > 0:
+                cells += range(first := request.slot * self.table_blocks + have, first + missing)
+                fresh += (blocks := self.allocator.take(missing))
+                request.blocks += blocks
+                request.reserved -= missing
+        if fresh:
+            table = self.state.block_table
+            table.view(-1).index_copy_(0, *integers([cells, fresh], table.device))
 
     def release(self, request: Request) -> None:
         """Take a request out, wherever it is, and return what it holds."""

@@ -93,6 +93,7 @@ class DecodeState(nn.Module):
             "results": integers(num_slots, RESULT_HEAD + k_max + 1),
         }
         self._rows = [-1] * num_slots  # what `slots` holds
+        self._views: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor.fill_(EMPTY.get(name, 0)), persistent=False)
 
@@ -147,9 +148,18 @@ class DecodeState(nn.Module):
 
     def clear_slot(self, slot: int) -> None:
         """Forget the request of a slot: nothing of it may reach the next one."""
-        for name, buffer in self.named_buffers():
-            if name not in ("slots", "results"):  # by row, not by slot
-                buffer[slot] = buffer[self.num_slots]
+        torch._foreach_copy_(self._cells(slot), self._cells(self.num_slots))
+
+    def _cells(self, slot: int) -> list[Tensor]:
+        """What each buffer holds for a slot, as views that are made once."""
+        if slot not in self._views:
+            by_slot = [buffer for name, buffer in self.named_buffers() if name not in ("slots", "results")]
+            self._views[slot] = [buffer[slot] for buffer in by_slot]
+        return self._views[slot]
+
+    def _apply(self, *args, **kwargs):
+        self._views.clear()  # the buffers may move
+        return super()._apply(*args, **kwargs)
 
     def step_results(self, batch: int) -> Download:
         """Start to fetch the results of the step that was launched last; `read_results` makes `StepResult`s of them."""

@@ -1,7 +1,6 @@
 """What an engine counts, with the denominator each figure needs."""
 
 from dataclasses import dataclass, field
-from statistics import fmean
 
 from stepgraph.capture.request import RequestOutput
 
@@ -11,6 +10,24 @@ def acceptance_by_position(drafted_at: list[int], accepted_at: list[int]) -> lis
     that far, not by all steps; positions never drafted are left out.
     """
     return [accepted / drafted for drafted, accepted in zip(drafted_at, accepted_at, strict=True) if drafted]
+
+
+@dataclass
+class Mean:
+    """A mean that forgets what went into it: an engine may serve for months."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, value: float | None) -> None:
+        """Take in a value; None is none."""
+        if value is not None:
+            self.total += value
+            self.count += 1
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
 
 
 @dataclass
@@ -28,10 +45,11 @@ class EngineStats:
     requests: int = 0
     repaired: int = 0  # rows of logits that were not finite
     elapsed_s: float = 0.0  # wall time of engine steps, prefill included
+    prefill_s: float = 0.0  # of these, until prompts are launched; on a GPU they may still run
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    ttft_ms: list[float] = field(default_factory=list)
-    tpot_ms: list[float] = field(default_factory=list)
+    ttft_ms: Mean = field(default_factory=Mean)
+    tpot_ms: Mean = field(default_factory=Mean)
 
     def __post_init__(self):
         self.drafted_at = self.drafted_at or [0] * self.k_max
@@ -44,10 +62,8 @@ class EngineStats:
         self.tokens += len(output.token_ids)
         self.drafted_at = [a + b for a, b in zip(self.drafted_at, output.drafted_at, strict=True)]
         self.accepted_at = [a + b for a, b in zip(self.accepted_at, output.accepted_at, strict=True)]
-        if output.ttft_ms is not None:
-            self.ttft_ms.append(output.ttft_ms)
-        if output.tpot_ms is not None:
-            self.tpot_ms.append(output.tpot_ms)
+        self.ttft_ms.add(output.ttft_ms)
+        self.tpot_ms.add(output.tpot_ms)
 
     def report(self) -> dict:
         """Figures for a table or JSON; None where there is nothing to divide by."""
@@ -65,7 +81,7 @@ class EngineStats:
             "drafted_per_step": per_request_step(sum(self.drafted_at)),
             "accepted_per_step": per_request_step(sum(self.accepted_at)),
             "per_position_acceptance": acceptance_by_position(self.drafted_at, self.accepted_at),
-            "ttft_ms": fmean(self.ttft_ms) if self.ttft_ms else None,
-            "tpot_ms": fmean(self.tpot_ms) if self.tpot_ms else None,
+            "ttft_ms": self.ttft_ms.value,
+            "tpot_ms": self.tpot_ms.value,
             "tokens_per_s": self.tokens / self.elapsed_s if self.elapsed_s else None,
         }

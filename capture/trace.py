@@ -3,7 +3,9 @@ that a machine with them will hold the step to.
 """
 
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,11 +14,13 @@ from torch.func import functional_call
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from stepgraph.capture.contract import CaptureContract, keeps_no_tensor
 from stepgraph.capture.guards import GuardFree
 from stepgraph.capture.phases import named_range, phase_of
 from stepgraph.capture.step import SpeculativeStep
+from stepgraph.kernels.registry import implementation_on_cpu, is_overridden
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,16 @@ class TracedStep:
     tensors: tuple[Tensor, ...]
 
     def replay(self) -> None:
-        self.graph.forward(*self.tensors)
+        # Who overrides implementations or watches operators has to meet the operators themselves.
+        by_name = is_overridden() or _get_current_dispatch_mode() is not None
+        (self.graph if by_name else self.bound).forward(*self.tensors)
+
+    @cached_property
+    def bound(self) -> GraphModule:
+        """On the CPU the graph with each op of the project replaced by the function that the dispatcher would find for it:
+        the way there takes longer than many a small op. Elsewhere the graph itself.
+        """
+        return _bind(self.graph) if all(tensor.device.type == "cpu" for tensor in self.tensors) else self.graph
 
     def replay_in_ranges(self) -> None:
         """The same step, node by node, with a profiler range around each phase."""
@@ -74,6 +87,17 @@ def trace_step(step: SpeculativeStep, batch: int, k: int, device: str | None = N
         fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=lives_on) for t in tensors.values()]
         graph = make_fx(whole_step)(*fakes)
     return TracedStep(graph, names, tuple(tensors.values()))
+
+
+def _bind(graph: GraphModule) -> GraphModule:
+    bound = GraphModule(graph, deepcopy(graph.graph))
+    for node in bound.graph.nodes:
+        if node.op == "call_function":
+            node.target = implementation_on_cpu(node.target) or node.target
+        elif node.op == "call_module":  # a piece of a step that was cut
+            setattr(bound, node.target, _bind(getattr(graph, node.target)))
+    bound.recompile()
+    return bound
 
 
 class _PhaseInterpreter(Interpreter):

@@ -76,6 +76,19 @@ def use_implementation(which: str, *, except_for: Iterable[str] = ()) -> Iterato
         _REQUEST.reset(token)
 
 
+def is_overridden() -> bool:
+    """Whether `use_implementation` chooses at the moment."""
+    return _REQUEST.get() is not None
+
+
+def implementation_on_cpu(target: object) -> Callable | None:
+    """The function that runs for CPU tensors unless `use_implementation` chooses; None for what is not an op of ours."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "stepgraph":
+        return None
+    name = target._schema.name.partition("::")[2]
+    return implementation(name, "cpu" if "cpu" in IMPLEMENTATIONS[name] else "reference")
+
+
 def use_triton_on_cpu(*, except_for: Iterable[str] = ()):
     """Run the Triton kernels on CPU tensors, which takes a process started with `TRITON_INTERPRET=1`."""
     return use_implementation("triton", except_for=except_for)

@@ -115,6 +115,45 @@ def rope_kv_write_reference(
     return q.contiguous()
 
 
+def rope_kv_write_cpu(
+    qkv: Tensor,
+    positions: Tensor,
+    rope: Tensor,
+    kv_slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    eps: float,
+    kv_scales: Tensor | None = None,
+) -> Tensor:
+    """Same contract and bits; fewer operators, and rows without a slot are left out instead of being sent to the null block."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    if qkv.dtype not in (torch.float32, torch.float64) or k_cache.dtype != qkv.dtype or rope.dtype != qkv.dtype:
+        return rope_kv_write_reference(
+            qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales
+        )
+    heads = qkv.view(-1, num_heads + 2 * kv_heads, head_dim)
+    qk, v = heads[:, : num_heads + kv_heads], heads[:, num_heads + kv_heads :]
+    if q_norm is not None or k_norm is not None:
+        parts = zip(qk.split([num_heads, kv_heads], dim=1), (q_norm, k_norm), strict=True)
+        qk = torch.cat([x if weight is None else rms_norm_reference(x, weight, eps) for x, weight in parts], dim=1)
+    angles = rope[positions.reshape(-1).clamp(0, rope.shape[0] - 1)].view(-1, 1, 2, head_dim // 2)
+    halves = qk.unflatten(-1, (2, head_dim // 2))
+    rotated, crossed = halves * angles[:, :, :1], halves * angles[:, :, 1:]
+    rotated[:, :, 0].sub_(crossed[:, :, 1])
+    rotated[:, :, 1].add_(crossed[:, :, 0])
+    rotated = rotated.flatten(2)
+    q, k, slots = rotated[:, :num_heads], rotated[:, num_heads:], kv_slots.reshape(-1)
+    if -1 in slots.tolist():
+        written = (slots >= 0).nonzero().flatten()
+        k, v, slots = k[written], v[written], slots[written]
+    k_cache.view(-1, kv_heads, head_dim).index_copy_(0, slots, k)
+    v_cache.view(-1, kv_heads, head_dim).index_copy_(0, slots, v)
+    return q.reshape(*qkv.shape[:2], num_heads, head_dim).clone(memory_format=torch.contiguous_format)
+
+
 def _fake(qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales=None):
     return qkv.new_empty((*qkv.shape[:2], num_heads, k_cache.shape[3]))
 
@@ -123,6 +162,7 @@ rope_kv_write = register(
     "rope_kv_write(Tensor qkv, Tensor positions, Tensor rope, Tensor kv_slots, Tensor(a!) k_cache, Tensor(b!) v_cache, "
     "Tensor? q_norm, Tensor? k_norm, int num_heads, float eps, Tensor? kv_scales=None) -> Tensor",
     reference=rope_kv_write_reference,
+    cpu=rope_kv_write_cpu,
     triton="stepgraph.kernels.rope_kv_triton:rope_kv_write_triton",
     fake=_fake,
     check=check_rope_kv_write,

@@ -9,6 +9,7 @@ from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.keys import GraphKey, KeySet
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.plan.plan import MODE_KEYS, Plan
+from stepgraph.capture.replay_timer import place_everywhere, time_replays
 
 REPLAYS = 30
 
@@ -41,36 +42,7 @@ def measure(plan: Plan, model: str, drafter: str, dtype: str, block_size: int, c
         row: dict = {"batch": key.batch, "k": key.k}
         for mode in Mode:
             graphs = StepGraphs(step, keys, mode=mode)
-            row[MODE_KEYS[mode]] = _time_us(graphs, key.batch, key.k)
+            row[MODE_KEYS[mode]] = 1e3 * median(elapsed_ms for _, elapsed_ms in time_replays(graphs, [key], REPLAYS))
             graphs.destroy()
         rows.append(row)
     return rows
-
-
-def place_everywhere(state, context: int, block_size: int) -> None:
-    """A running request of `context` tokens in each slot, each with blocks of its own."""
-    blocks = state.block_table.shape[1]
-    for slot in range(state.num_slots):
-        state.block_table[slot] = torch.arange(blocks, device=state.slots.device) + 1 + slot * blocks
-    state.seq_len[: state.num_slots] = context - 1
-    state.limit[: state.num_slots] = state.max_len
-    state.draft_limit[: state.num_slots] = state.k_max
-
-
-def _time_us(graphs: StepGraphs, batch: int, k: int) -> float:
-    state = graphs.step.state
-    state.set_rows(list(range(batch)))
-    kept = {name: getattr(state, name).clone() for name in ("seq_len", "finished")}
-    samples = []
-    for sample in range(REPLAYS + 3):
-        for name, values in kept.items():
-            getattr(state, name).copy_(values)
-        torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graphs.replay(batch, k)
-        end.record()
-        end.synchronize()
-        if sample >= 3:
-            samples.append(start.elapsed_time(end) * 1e3)
-    return median(samples)

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -14,6 +15,7 @@ from rich.table import Table
 from stepgraph.capture.console import shown
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.policies import ADAPTIVE, FixedPolicy, KPolicy, SchedulePolicy, make_adaptive
+from stepgraph.capture.policies.ladder import PUBLISHED, Rungs
 from stepgraph.capture.schedule import Schedule, require_int, show
 from stepgraph.capture.simulate.arrivals import parse_arrivals
 from stepgraph.capture.simulate.closed import fixed_runs, oracle_run, run_policy
@@ -30,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world", default="iid:0.8", help="iid:RATE, positions:RATE,…, regimes:DWELL:RATE,…/RATE,… or recorded:FILE.jsonl")
     add("--arrivals", default="closed", help="closed, poisson:PER_S, bursty:PER_S:FACTOR:PERIOD_S or csv:FILE")
     cost = parser.add_mutually_exclusive_group()
-    cost.add_argument("--cost", metavar="PROFILE", help="step times: a file of stepgraph profile")
+    cost.add_argument(
+        "--cost", action="append", metavar="FILE", help="step times: a profile, or stepgraph plan's JSON; repeatable"
+    )
     cost.add_argument("--draft-cost", type=float, default=0.05, help="or a step of 1 + c k ms at every batch: c (default 0.05)")
     add("--ks", help="k to choose from, as 0,1,3 (default: all of the profile, or 0 to 8)")
     add(
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     require_int("seed", args.seed, 0)
     world, rng = parse_world(args.world), np.random.default_rng(args.seed)
     ks = _ks(args.ks, world.k_max if isinstance(world, Recorded) else LARGEST_K)
-    cost = CostTable.load(args.cost) if args.cost else CostTable(leviathan_cost(args.draft_cost, ks or range(9)))
+    cost = CostTable.load(*args.cost) if args.cost else CostTable(leviathan_cost(args.draft_cost, ks or range(9)))
     ks = sorted(cost.ks) if ks is None else ks
     if missing := sorted(set(ks) - cost.ks):
         raise ValueError(f"--ks has {missing[0]}; the profile has {', '.join(map(str, sorted(cost.ks)))}")
@@ -129,8 +133,17 @@ def make_from(text: str, cost: CostTable) -> KPolicy:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--policy {kind}: the options are not JSON: {error}") from None
     if kind == "ladder":
-        return make_adaptive(kind, options)
+        return make_adaptive(kind, options if "slots" in options else {"slots": _rungs_within(cost.ks), **options})
     return make_adaptive(kind, {"cost": cost, **options} if isinstance(options, dict) else options)
+
+
+def _rungs_within(ks: frozenset[int]) -> dict[int, Rungs]:
+    """The published ladder on the rungs that this world has: for each of its own the nearest, the larger of two."""
+
+    def nearest(rung: int) -> int:
+        return min(ks, key=lambda k: (abs(k - rung), -k))
+
+    return {first: replace(rungs, ks=tuple({nearest(k) for k in rungs.ks})) for first, rungs in PUBLISHED.items()}
 
 
 def _ks(text: str | None, largest: int) -> list[int] | None:

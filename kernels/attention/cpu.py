@@ -12,6 +12,7 @@ from stepgraph.kernels.dtypes import accumulation_dtype
 
 # Beyond this query length (prefill chunks) rows share one call; a chunk's bits may depend on its length.
 MAX_ROWWISE_QUERY = 32
+ALIGNMENT_BYTES = 64
 
 
 def uniform_decode_attention_cpu(
@@ -39,12 +40,10 @@ def uniform_decode_attention_cpu(
         if seq_len == 0:
             continue
         stored = min(seq_len, capacity)
-        blocks = block_table[row, : -(-stored // block_size)]
         # [blocks, block_size, KV, D] -> [KV, S, D]
+        blocks = block_table[row, : -(-stored // block_size)]
         keys, values = (
-            read_cache(cache, blocks, scales, cache.dtype if cache.dtype.itemsize > 1 else accumulation_dtype(q.dtype))
-            .flatten(0, 1)
-            .transpose(0, 1)
+            _read(cache, blocks, scales, accumulation_dtype(q.dtype)).flatten(0, 1).transpose(0, 1)
             for cache, scales in ((k_cache, k_scales), (v_cache, v_scales))
         )
         first = seq_len - query_len
@@ -59,12 +58,24 @@ def uniform_decode_attention_cpu(
     return out
 
 
+def _read(cache: Tensor, blocks: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`cache [blocks, block_size, KV, D]` at `blocks [n]`: in place where they lie side by side, as they mostly do, since
+    blocks are handed out in order. A copy is aligned, so a view has to be, or the BLAS could take another path.
+    """
+    first, count = int(blocks[0]), len(blocks)
+    aligned = cache.stride(0) * cache.itemsize % ALIGNMENT_BYTES == 0
+    if cache.itemsize > 1 and aligned and blocks.tolist() == list(range(first, first + count)):
+        return cache[first : first + count]
+    return read_cache(cache, blocks, scales, cache.dtype if cache.itemsize > 1 else dtype)
+
+
 def _one_query(q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float) -> Tensor:
     """`q [H, D]` over `keys, values [KV, S, D]`, all of them visible -> `[H, D]`."""
     if softcap == 0.0 and q.dtype in (torch.float32, torch.float64):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q[None, :, None], keys[None], values[None], scale=scale, enable_gqa=True
-        )[0, :, 0]
+        # The heads that share a key head are the queries of one call: no copy of keys for each of them.
+        grouped = q.view(1, keys.shape[0], -1, q.shape[-1])
+        out = torch.nn.functional.scaled_dot_product_attention(grouped, keys[None], values[None], scale=scale)
+        return out.reshape(q.shape)
     return _chunk(q[None], keys, values, keys.shape[1] - 1, scale, 0, softcap)[0]
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepgraph.capture.build import EngineOptions, build_engine
+from stepgraph.capture.cli import main
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.policies import (
     ADAPTIVE,
@@ -391,3 +393,21 @@ def test_damaged_profiles_are_named(tmp_path, content):
     (tmp_path / "p.json").write_text(content)
     with pytest.raises(ValueError, match=r"profile p\.json"):
         CostTable.load(tmp_path / "p.json")
+
+
+def test_plans_of_one_k_each_make_one_table(tmp_path, capsys):
+    paths = []
+    for k in (0, 2):
+        paths.append(str(tmp_path / f"plan{k}.json"))
+        plan = ["plan", "--model", "tiny-llama", "--max-batch", "2", "--k", str(k), "--context", "100", "--json", paths[-1]]
+        assert main(plan) == 0
+    cost = CostTable.load(*paths)
+    keys = [key for path in paths for key in json.loads(Path(path).read_text())["keys"]]
+    for key in keys:
+        assert cost.step_ms(key["batch"], key["k"], 100) == pytest.approx(key["modes"]["full_us"] / 1e3)
+    assert main(["simulate", "--cost", paths[0], "--cost", paths[1], "--steps", "20"]) == 0
+    with pytest.raises(ValueError, match=r"plan0\.json: row 2 of the cost table is the second"):
+        CostTable.load(paths[0], paths[0])
+    Path(paths[0]).write_text('{"keys": [{"batch": 1}], "assumptions": {"context_tokens": 1}}')
+    with pytest.raises(ValueError, match=r"plan plan0\.json has no 'k' for a key"):
+        CostTable.load(paths[0])

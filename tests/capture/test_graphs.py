@@ -5,12 +5,15 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import place, snapshot, text, tiny_step
 
 from stepgraph.capture import backends
 from stepgraph.capture.graphs import CaptureError, EagerFallback, StepGraphs
 from stepgraph.capture.keys import GraphKey, KeySet
+from stepgraph.capture.modes import Mode
 from stepgraph.capture.trace import trace_step
+from stepgraph.kernels.registry import NoImplementation, implementation, use_implementation
 
 DRAFTERS = ("ngram", "early-exit:1", "draft-model:tiny")
 PROMPT = [3, 1, 4, 1, 5, 9, 3, 1, 4]
@@ -167,6 +170,32 @@ def test_graph_names_the_ops_and_the_tensors():
     assert count == {"uniform_decode_attention": 2 + 3 * 2, "advance": 1, "draw": 3}
     assert "state.seq_len" in traced.names
     assert "target.layers.0.qkv_weight" in traced.names
+
+
+@pytest.mark.parametrize("mode", [Mode.FULL, Mode.PIECEWISE])
+def test_replay_skips_the_dispatcher_unless_somebody_looks(mode):
+    step = tiny_step("ngram")
+    place(step, 0, PROMPT)
+    step.state.set_rows([0])
+    graphs = StepGraphs(step, all_keys((1,), (2,)), mode=mode)
+    graphs.replay(1, 2)
+    modules = [m for m in graphs[GraphKey(1, 2)].bound.modules() if isinstance(m, torch.fx.GraphModule)]
+    targets = [node.target for m in modules for node in m.graph.nodes if node.op == "call_function"]
+    assert implementation("uniform_decode_attention", "cpu") in targets
+    assert not [target for target in targets if str(target).startswith("stepgraph.")]
+
+    class Seen(TorchDispatchMode):
+        ops = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ops += (str(func),)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        graphs.replay(1, 2)
+    assert seen.ops.count("stepgraph.uniform_decode_attention.default") == 2
+    with use_implementation("none such"), pytest.raises(NoImplementation):
+        graphs.replay(1, 2)
 
 
 @pytest.mark.parametrize(

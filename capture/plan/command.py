@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--node-us", args.node_us), ("--launch-us", args.launch_us), ("--eager-op-us", args.eager_op_us)):
         require_number(name, value, 0.0, 1e6)
     require_int("--context", args.context, 1)
+    require_int("--hold-steps", args.hold_steps, 0)
     require_int("--max-batch", args.max_batch, 1, 4096)
     require_int("--block-size", args.block_size, 1, 1024)
     k = args.k

@@ -229,6 +229,7 @@ def test_gate_file_and_plot(tmp_path, capsys):
         (["--drafter", "none", "--k", "2"], "only k=0 is possible"),
         (["--context", "100000"], "context is"),
         (["--context", "0"], "--context is 0"),
+        (["--hold-steps", "-1"], "--hold-steps is -1"),
         (["--max-batch", "0"], "--max-batch is 0"),
         (["--acceptance", "0.5,x"], "--acceptance is '0.5,x'"),
         (["--acceptance", "1.5"], "an entry of --acceptance is 1.5"),

@@ -33,8 +33,8 @@ def step_launches(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> list[LaunchSpec]:
-    """Launches of one layer, the head, look-up and commit; of sampling unless `query_len` is a prefill chunk's; and of an
-    EAGLE-3 head where the shape has one.
+    """Launches of one layer, the head, and of an EAGLE-3 head where the shape has one; of look-up, sampling and commit unless
+    `query_len` is a prefill chunk's.
     """
 
     def empty(*size: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -44,12 +44,12 @@ def step_launches(
         _layer(shape, empty, batch, query_len, block_size, max_len, cache_dtype or dtype)
         x = empty(batch, query_len, shape.hidden)
         linear_triton(x, empty(shape.vocab, shape.hidden), None)
-        _look_up_and_commit(empty, batch, query_len, max_len)
         if shape.draft_vocab:
             linear_triton(empty(batch, query_len, 3 * shape.hidden), empty(shape.hidden, 3 * shape.hidden), None)
             _layer(shape, empty, batch, query_len, block_size, max_len, cache_dtype or dtype, inputs=2)
             linear_triton(x, empty(shape.draft_vocab, shape.hidden), None)
-        if query_len <= K_MAX + 1:  # a prefill chunk samples nothing
+        if query_len <= K_MAX + 1:  # a prefill chunk drafts, samples and commits nothing
+            _look_up_and_commit(empty, batch, query_len, max_len)
             _sampling(shape, empty, batch, query_len, max_len)
     return specs
 

@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+# Each registers its ops, which are looked up below.
+from stepgraph.kernels import advance, attention, linear, logprobs, ngram, rope_kv, transforms  # noqa: F401
+
 aten, ours = torch.ops.aten, torch.ops.stepgraph
 
 

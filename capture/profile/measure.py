@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
 
-import numpy as np
 import torch
 
 from stepgraph.capture.build import EngineOptions, build_engine
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.keys import GraphKey, KeySet
-from stepgraph.capture.policies.adaptive import expected_tokens
+from stepgraph.capture.plan.plan import expected_tokens
 from stepgraph.capture.prompts import encode_prompt
 from stepgraph.capture.replay_timer import place_everywhere, quantiles, time_replays
 from stepgraph.capture.request import SamplingParams
@@ -131,8 +130,7 @@ def best_schedule(
         margin: as a fraction.
     """
     ks = sorted(cost.ks)
-    rates = [*rates, *([rates[-1] if rates else 0.0] * ks[-1])][: ks[-1]]
-    expected = expected_tokens(np.array(rates)).tolist()
+    expected = {k: expected_tokens(rates or [0.0], k) for k in ks}
     ranges: list[list[int]] = []
     for batch in range(1, max_batch + 1):
         promised = {k: expected[k] / cost.step_ms(batch, k, context) for k in ks}

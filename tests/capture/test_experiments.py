@@ -1,15 +1,20 @@
 """Results files, prompt sets and the acceptance table; what every script under benchmarks/ rests on."""
 
 import json
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 
 from stepgraph.capture.cli import main as command_line
-from stepgraph.capture.experiments import acceptance, prompt_sets, results
+from stepgraph.capture.experiments import acceptance, economy, prompt_sets, regret, results
 from stepgraph.capture.experiments.results import Experiment, Table
 from stepgraph.kernels.environment import device_slug
 from stepgraph.model.checkpoint import load_model
+
+CHECKOUT = Path(__file__).parents[2]
 
 
 def counting(rows: int, fail_at: int | None = None) -> Experiment:
@@ -114,3 +119,39 @@ def test_acceptance_rows_add_up(tmp_path):
     drawn = acceptance.table(rows)
     assert {len(line) for line in drawn.lines} == {len(drawn.header)}
     assert "eagle3 is absent" in drawn.note
+
+
+@pytest.mark.parametrize("module", [economy, regret])
+def test_tables_without_a_machine(module):
+    rows = list(module.measure(True, 0))
+    drawn = module.table(rows)
+    assert drawn.lines
+    assert {len(line) for line in drawn.lines} == {len(drawn.header)}
+
+
+def test_economy_of_the_published_schedule():
+    """The figures that the README quotes."""
+    rows = {row["buckets"]: row for row in economy.measure(True, 0) if row["schedule"] == "published"}
+    assert (rows["default"]["graphs"], rows["powers of two"]["graphs"], rows["every size"]["graphs"]) == (36, 9, 256)
+    assert rows["default"]["padding_mean"] == pytest.approx(0.045, abs=5e-4)
+
+
+@pytest.mark.parametrize("script", sorted(path.stem for path in (CHECKOUT / "benchmarks").glob("*.py")))
+def test_every_script_starts_by_itself(script):
+    """Nothing that another module happened to import first may be needed."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(CHECKOUT / "benchmarks" / f"{script}.py"), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_committed_results_are_drawn(capsys):
+    kept = sorted((CHECKOUT / "benchmarks" / "results").glob("*/*.json"))
+    assert kept
+    for path in kept:
+        assert results.load(path)["rows"]
+    for name, module in (("economy", economy), ("regret", regret)):
+        assert results.main(Experiment(name, name, module.measure, module.table), f"benchmarks/{name}.py", []) == 0

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from stepgraph.capture.build import EngineOptions, build_engine, load_target
@@ -16,7 +15,7 @@ from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.keys import GraphKey, KeySet
 from stepgraph.capture.modes import Mode
-from stepgraph.capture.policies.adaptive import expected_tokens
+from stepgraph.capture.plan.plan import expected_tokens
 from stepgraph.capture.profile.measure import best_schedule, measure_costs
 from stepgraph.capture.replay_timer import place_everywhere, quantiles, time_replays
 from stepgraph.model.checkpoint import LoadedModel
@@ -40,8 +39,7 @@ def _loaded(model: str) -> LoadedModel:
 
 def expected(k: int) -> float:
     """Tokens of a step under `ACCEPTANCE`."""
-    rates = [*ACCEPTANCE, *[ACCEPTANCE[-1]] * k][:k]
-    return float(expected_tokens(np.array(rates))[-1])
+    return expected_tokens(ACCEPTANCE, k)
 
 
 def mode_rows(
@@ -133,9 +131,8 @@ def measure_schedule(quick: bool, seed: int) -> Iterator[dict]:
     for row in rows:
         yield {"what": "step", "model": model, **row}
     cost = CostTable(rows)
-    rates = [*ACCEPTANCE, *[ACCEPTANCE[-1]] * max(ks)][: max(ks)]
-    schedule = best_schedule(cost, rates, max(batches), context)
-    yield {"what": "schedule", "model": model, "schedule": schedule, "acceptance": rates, "label": LABEL}
+    schedule = best_schedule(cost, ACCEPTANCE, max(batches), context)
+    yield {"what": "schedule", "model": model, "schedule": schedule, "acceptance": ACCEPTANCE, "label": LABEL}
     for batch in batches:
         chosen = next(k for first, last, k in schedule if first <= batch <= last)
         for name, k in (*((f"fixed:{k}", k) for k in ks), ("schedule", chosen)):

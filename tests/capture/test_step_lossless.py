@@ -112,3 +112,18 @@ def test_kv_is_that_of_plain_decoding_slot_by_slot():
         run(plain, [0], 0)
     # Row-invariant products: not close, equal.
     assert torch.equal(committed_kv(plain, 0), committed_kv(speculative, 0))
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "early-exit:1", "draft-model:other"])
+def test_greedy_in_bfloat16_equals_plain_for_every_k_with_row_invariant_products(drafter):
+    def texts(name: str, k: int) -> list[list[int]]:
+        model = tiny_model(0, dtype=torch.bfloat16, invariant=True)
+        step = tiny_step(name, model=model, draft_seed=1)
+        for slot, prompt in enumerate(PROMPTS):
+            place(step, slot, prompt, limit=28)
+        run_until_done(step, [k] * 30, [0, 1, 2, 3])
+        return [text(step, slot) for slot in range(4)]
+
+    plain = texts("none", 0)
+    for k in range(1, 6):
+        assert texts(drafter, k) == plain, k

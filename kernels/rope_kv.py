@@ -134,7 +134,7 @@ def rope_kv_write_cpu(
         return rope_kv_write_reference(
             qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales
         )
-    heads = qkv.view(-1, num_heads + 2 * kv_heads, head_dim)
+    heads = qkv.contiguous().view(-1, num_heads + 2 * kv_heads, head_dim)
     qk, v = heads[:, : num_heads + kv_heads], heads[:, num_heads + kv_heads :]
     if q_norm is not None or k_norm is not None:
         parts = zip(qk.split([num_heads, kv_heads], dim=1), (q_norm, k_norm), strict=True)

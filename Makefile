@@ -23,7 +23,7 @@ export PYTHONSAFEPATH := 1
 unexport PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-triton-floor gate gpu lossless lint setup clean venv base extra
+.PHONY: help demo test test-triton-floor gate gpu readme-tables lossless lint setup clean venv base extra
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,9 @@ gate: extra ## compile every kernel that the model shapes launch, for GPUs that 
 gpu: ## measure on the GPU, part by part, what can be measured; PART=3 runs one, DRY=1 all at tiny sizes on any machine
 	@python=$(PY); test -x $$python || python=$$(command -v python3); \
 		$$python benchmarks/gpu.py $(if $(PART),--part $(PART)) $(if $(DRY),--dry) $(if $(RESULTS),--results $(RESULTS))
+
+readme-tables: base ## write the results section of README.md from benchmarks/results
+	@$(PY) -m stepgraph.capture.experiments.readme
 
 # The oldest Triton that is supported, over the newest torch; Triton 3.6's interpreter cannot work with NumPy 2.4.
 test-triton-floor: venv ## interpreter tests and the quick gate under Triton 3.6.0

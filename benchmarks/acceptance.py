@@ -2,10 +2,7 @@
 
 import sys
 
-from stepgraph.capture.experiments.acceptance import measure, table
-from stepgraph.capture.experiments.results import Experiment, main
-
-EXPERIMENT = Experiment("acceptance", "Acceptance length", measure, table)
+from stepgraph.capture.experiments.catalogue import script
 
 if __name__ == "__main__":
-    sys.exit(main(EXPERIMENT, "benchmarks/acceptance.py"))
+    sys.exit(script("acceptance"))

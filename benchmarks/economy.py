@@ -2,10 +2,7 @@
 
 import sys
 
-from stepgraph.capture.experiments.economy import measure, table
-from stepgraph.capture.experiments.results import Experiment, main
-
-EXPERIMENT = Experiment("economy", "Graph economy", measure, table)
+from stepgraph.capture.experiments.catalogue import script
 
 if __name__ == "__main__":
-    sys.exit(main(EXPERIMENT, "benchmarks/economy.py"))
+    sys.exit(script("economy"))

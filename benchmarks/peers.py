@@ -2,10 +2,7 @@
 
 import sys
 
-from stepgraph.capture.experiments.peers import measure, table
-from stepgraph.capture.experiments.results import Experiment, main
-
-EXPERIMENT = Experiment("peers", "Greedy decoding, batch 1", measure, table)
+from stepgraph.capture.experiments.catalogue import script
 
 if __name__ == "__main__":
-    sys.exit(main(EXPERIMENT, "benchmarks/peers.py"))
+    sys.exit(script("peers"))

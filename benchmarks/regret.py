@@ -2,10 +2,7 @@
 
 import sys
 
-from stepgraph.capture.experiments.regret import measure, table
-from stepgraph.capture.experiments.results import Experiment, main
-
-EXPERIMENT = Experiment("regret", "Regret of policies for k", measure, table)
+from stepgraph.capture.experiments.catalogue import script
 
 if __name__ == "__main__":
-    sys.exit(main(EXPERIMENT, "benchmarks/regret.py"))
+    sys.exit(script("regret"))

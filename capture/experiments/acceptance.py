@@ -127,3 +127,13 @@ def table(rows: list[dict]) -> Table:
     absent = sorted({f"{row['drafter']} is {row['status']}" for row in rows if row["status"] != "ok"})
     note = "Tokens a step (accepted drafts + 1); per position: accepted among those drafted there."
     return Table(header, lines, " ".join([note, *(f"{each}." for each in absent)]))
+
+
+def headlines(rows: list[dict]) -> list[tuple[str, str]]:
+    """Acceptance length of each drafter, greedy at k = 3 over all prompts."""
+    return [
+        (f"acceptance length at k = 3, greedy, {row['prompts']} prompts of {row['prompt_set']}: {row['drafter']}",
+         f"{row['acceptance_length']:.2f}")
+        for row in rows
+        if row["status"] == "ok" and (row["k"], row["temperature"], row["category"]) == (3, 0.0, ALL)
+    ]  # fmt: skip

@@ -37,3 +37,13 @@ def table(rows: list[dict]) -> Table:
         for row in rows
     ]  # fmt: skip
     return Table(header, lines, f"Padding rows over live rows, each batch size from 1 to {MAX_BATCH} once.")
+
+
+def headlines(rows: list[dict]) -> list[tuple[str, str]]:
+    """Graphs and padding of the published schedule."""
+    return [
+        (f"graphs and mean padding, published schedule, {row['buckets']} buckets",
+         f"{row['graphs']}, {100 * row['padding_mean']:.1f} %")
+        for row in rows
+        if (row["schedule"], row["hold_steps"]) == ("published", 0)
+    ]  # fmt: skip

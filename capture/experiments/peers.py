@@ -191,3 +191,12 @@ def table(rows: list[dict]) -> Table:
     missing = dict.fromkeys(f"{row['provider']} is {row['status']}." for row in rows if row["status"] != "ok")
     note = "Speed-up over transformers by prompt: median and quartiles. Same text: prompts answered token for token alike."
     return Table(["dtype", "provider", "k", "tokens/s", "speed-up", "same text"], lines, " ".join([note, *missing]))
+
+
+def headlines(rows: list[dict]) -> list[tuple[str, str]]:
+    """Speed-up of every provider over transformers' plain decoding."""
+    return [
+        (f"greedy tokens/s over transformers, {row['dtype']}, batch 1: {row['provider']}", f"{row['speedup_p50']:.2f}")
+        for row in rows
+        if row["status"] == "ok" and "speedup_p50" in row and row["provider"] != BASELINE
+    ]

@@ -69,3 +69,18 @@ def table(rows: list[dict]) -> Table:
     ]
     note = "Share of the best fixed k's tokens per time that a policy misses; negative where a changing k beats all fixed ones."
     return Table(["world", "draft cost", "batch", "best fixed k", *names], lines, note)
+
+
+def headlines(rows: list[dict]) -> list[tuple[str, str]]:
+    """The range of each policy's regret over stationary worlds, and over those that change."""
+    told = []
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        for kind, changing in (("stationary", False), ("changing", True)):
+            found = [
+                100 * row["regret"] for row in rows if row["policy"] == name and row["world"].startswith("regimes") == changing
+            ]
+            if found:
+                told.append(
+                    (f"regret against the best fixed k, {kind} worlds: {name}", f"{min(found):.1f} to {max(found):.1f} %")
+                )
+    return told

@@ -51,6 +51,7 @@ class Experiment:
         title: what it shows.
         measure: (quick, seed) -> rows, one at a time; they are kept as they come.
         table: rows of one device -> what is drawn.
+        headlines: rows of one device -> (figure, value) of what the README says; none by default.
         total: (quick) -> number of rows, for the progress bar; None if unknown.
     """
 
@@ -58,6 +59,7 @@ class Experiment:
     title: str
     measure: Callable[[bool, int], Iterator[dict]]
     table: Callable[[list[dict]], Table]
+    headlines: Callable[[list[dict]], list[tuple[str, str]]] = lambda rows: []
     total: Callable[[bool], int] | None = None
 
 

@@ -19,12 +19,12 @@ import torch
 from tqdm.auto import tqdm
 
 from stepgraph.model.checkpoint import LoadedModel, load_model
-from stepgraph.model.checkpoint.eagle3 import save_eagle3
+from stepgraph.model.checkpoint.eagle3 import load_eagle3, save_eagle3
 from stepgraph.model.drafters.training.card import CARD, card
 from stepgraph.model.drafters.training.corpus import Corpus
 from stepgraph.model.drafters.training.generate import write_texts
 from stepgraph.model.drafters.training.prompts import encode, prompt_stream
-from stepgraph.model.drafters.training.start import new_head
+from stepgraph.model.drafters.training.start import copy_in_float32, new_head
 from stepgraph.model.drafters.training.trainer import Trainer, TrainOptions
 
 MODULE = "python -m stepgraph.model.drafters.train_eagle3"
@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=int, help="KV heads of the head (default: the target's)")
     add("--inner", type=int, help="MLP width of the head (default: the target's)")
     add("--frozen-head", action=argparse.BooleanOptionalAction, default=True, help="keep the target's output rows")
+    add("--start-from", type=Path, metavar="HEAD", help="go on from this head, with its sizes and draft vocabulary")
     add("--warm-start", action=argparse.BooleanOptionalAction, default=True, help="start from the target's last layer")
     add(
         "--store-hidden",
@@ -124,8 +125,11 @@ def train(args: argparse.Namespace) -> dict:
         raise ValueError(
             f"{args.out / 'data'} has no texts, and the budget for data is spent; give --data-minutes or --max-tokens"
         )
-    ids = corpus.draft_vocabulary(min(args.draft_vocab, vocab), vocab).to(target.device)
-    head = new_head(target, ids, seed=args.seed, warm=args.warm_start, kv_heads=args.kv_heads, inner=args.inner)
+    if args.start_from is None:
+        ids = corpus.draft_vocabulary(min(args.draft_vocab, vocab), vocab).to(target.device)
+        head = new_head(target, ids, seed=args.seed, warm=args.warm_start, kv_heads=args.kv_heads, inner=args.inner)
+    else:
+        head = copy_in_float32(load_eagle3(args.start_from, target))
     options = TrainOptions(
         passes=args.passes, batch_tokens=args.batch_tokens, lr=args.lr, frozen_head=args.frozen_head, epochs=args.epochs,
         train_tokens=args.train_tokens, minutes=args.train_minutes, seed=args.seed,

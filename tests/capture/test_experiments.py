@@ -7,9 +7,11 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 
 from stepgraph.capture.cli import main as command_line
-from stepgraph.capture.experiments import acceptance, economy, prompt_sets, regret, results
+from stepgraph.capture.experiments import acceptance, economy, lossless, prompt_sets, readme, results
+from stepgraph.capture.experiments.catalogue import EXPERIMENTS
 from stepgraph.capture.experiments.results import Experiment, Table
 from stepgraph.kernels.environment import device_slug
 from stepgraph.model.checkpoint import load_model
@@ -121,12 +123,42 @@ def test_acceptance_rows_add_up(tmp_path):
     assert "eagle3 is absent" in drawn.note
 
 
-@pytest.mark.parametrize("module", [economy, regret])
-def test_tables_without_a_machine(module):
-    rows = list(module.measure(True, 0))
-    drawn = module.table(rows)
+@pytest.mark.parametrize("name", ["economy", "regret", "lossless", "modes", "dynamic", "kernels"])
+def test_tables_at_tiny_sizes(name, monkeypatch):
+    monkeypatch.setattr(lossless, "GREEDY_MODEL", "random:tiny-llama")
+    monkeypatch.setattr(lossless, "load_prompts", lambda name: [prompt_sets.PromptRecord("a", "a", "1,2,1,2,1")] * 2)
+    experiment = EXPERIMENTS[name]
+    rows = list(experiment.measure(True, 0))
+    drawn = experiment.table(rows)
     assert drawn.lines
     assert {len(line) for line in drawn.lines} == {len(drawn.header)}
+    part = experiment.table(rows[:1])  # what an interruption leaves
+    assert {len(line) for line in part.lines} <= {len(part.header)}
+    assert all(figure and value for figure, value in experiment.headlines(rows))
+    assert bool(experiment.headlines(rows)) == (name != "kernels" or torch.cuda.is_available())
+    assert experiment.headlines([]) == []
+    if name == "lossless":
+        laws = [row for row in rows if row["what"] == "law"]
+        assert all(row["p_value"] > 1e-4 and row["misses"] == 0 and row["accepted_share"] > 0.05 for row in laws)
+        assert [row["p_value"] < 1e-9 for row in rows if row["what"].startswith("control")] == [True]
+        assert [(row["same"], row["answers"]) for row in rows if row["what"] == "greedy"] == [(2, 2)]
+    if name == "modes":
+        calls = {row["mode"]: row["host_calls"] for row in rows}
+        assert calls["FULL"] == 1 < calls["THREE_GRAPH"] < calls["PIECEWISE"] < calls["EAGER"]
+        assert [row["mode"] for row in rows if row["eager_reason"]] == ["EAGER"]
+    if name == "dynamic":
+        assert {row["what"] for row in rows} == {"step", "schedule", "throughput"}
+
+
+def test_joint_law_is_the_products_of_the_next_tokens():
+    """Three tokens at once against one token at a time, by the same plain passes."""
+    target = lossless.law_target(3).model
+    joint = lossless.joint_law(target, [1, 2], 2)
+    first = lossless.joint_law(target, [1, 2], 1)
+    assert joint.sum() == pytest.approx(1)
+    for token in range(lossless.VOCAB):
+        following = lossless.joint_law(target, [1, 2, token], 1)
+        assert joint[token] == pytest.approx(first[token] * following, rel=1e-9)
 
 
 def test_economy_of_the_published_schedule():
@@ -152,6 +184,22 @@ def test_committed_results_are_drawn(capsys):
     kept = sorted((CHECKOUT / "benchmarks" / "results").glob("*/*.json"))
     assert kept
     for path in kept:
-        assert results.load(path)["rows"]
-    for name, module in (("economy", economy), ("regret", regret)):
-        assert results.main(Experiment(name, name, module.measure, module.table), f"benchmarks/{name}.py", []) == 0
+        content = results.load(path)
+        assert content["rows"]
+        assert content["complete"]
+    for name in {path.stem for path in kept} & set(EXPERIMENTS):
+        assert results.main(EXPERIMENTS[name], f"benchmarks/{name}.py", []) == 0
+    assert capsys.readouterr().out.count("|") > 100
+
+
+def test_readme_says_what_the_results_say():
+    assert readme.main(["--check"]) == 0
+
+
+def test_readme_without_its_markers_is_refused():
+    with pytest.raises(ValueError, match="end of results"):
+        readme.with_results("# Title\n", results.FOLDER)
+
+
+def test_every_table_has_its_script():
+    assert {path.stem for path in (CHECKOUT / "benchmarks").glob("*.py")} == {*EXPERIMENTS, "gpu", "training_prompts"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepgraph.capture.experiments.gpu_day import checks, command, launches, steps
+from stepgraph.capture.experiments.gpu_day import captures, checks, command, launches
 from stepgraph.capture.experiments.results import load, save
 from stepgraph.kernels.environment import device_slug, environment
 
@@ -36,26 +36,18 @@ def test_a_copy_of_the_checkout_runs_its_own_code(tmp_path):
     ("measure", "names"),
     [
         (launches.measure, {"what", "x", "unit", "p20", "p50", "p80"}),
-        (steps.measure_modes, {"mode", "step_ms", "host_ms", "tpot_ms", "label", "eager_reason"}),
-        (steps.measure_captures, {"model", "what"}),
-        (steps.measure_schedule, {"what", "model"}),
-        (checks.measure_kernels, {"kernel", "provider", "x", "status"}),
+        (captures.measure, {"model", "what"}),
     ],
 )
 def test_each_part_at_tiny_sizes(measure, names):
     rows = list(measure(True, 0))
     assert rows
     assert all(names <= set(row) for row in rows if row.get("status", "ok") == "ok")
-    if measure is steps.measure_modes:
-        assert {row["mode"] for row in rows} == {"FULL", "THREE_GRAPH", "PIECEWISE", "EAGER"}
-        assert [row["mode"] for row in rows if row["eager_reason"]] == ["EAGER"]
-    if measure is steps.measure_schedule:
-        assert {row["what"] for row in rows} == {"step", "schedule", "throughput"}
 
 
 def test_the_gpu_tests_are_found_and_counted(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
-    (row,) = checks.measure_tests(True, 0)
+    (row,) = checks.measure(True, 0)
     assert row["status"] == "ok", row["output"]
     assert row["passed" if torch.cuda.is_available() else "skipped"] > 10
 

@@ -1,4 +1,4 @@
-"""The `gpu`-marked tests, the sanitizer among them, and the kernel benchmarks."""
+"""The `gpu`-marked tests, the sanitizer among them."""
 
 import os
 import re
@@ -8,18 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from stepgraph.kernels import bench_tail
-from stepgraph.kernels.bench import rows_of
-from stepgraph.kernels.bench_cases import CASES
-
 CHECKOUT = Path(__file__).resolve().parents[3]
 FOLDERS = ("tests/kernels/gpu", "tests/capture/test_cuda.py", "tests/capture/test_switch.py", "tests/capture/plan/test_plan.py")
 LIMIT_S = 420
 
 
-def measure_tests(quick: bool, seed: int) -> Iterator[dict]:
+def measure(quick: bool, seed: int) -> Iterator[dict]:
     """A row for each file of tests: how many passed, failed and were skipped, and the end of what failed."""
     for folder in FOLDERS[:1] if quick else FOLDERS:
         yield {"tests": folder, **_run_tests(folder)}
@@ -44,13 +38,3 @@ def _run_tests(folder: str) -> dict:
     failed = done.returncode not in (0, 5)
     output = done.stdout[-6000:] + done.stderr[-1000:] if failed else ""
     return {"status": "failed" if failed else "ok", **counts, "output": output}
-
-
-def measure_kernels(quick: bool, seed: int) -> Iterator[dict]:
-    """Rows of `python -m stepgraph.kernels.bench`, op by op."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(seed)
-    for op in ("silu", "norm") if quick else CASES:
-        for case in CASES[op](device, torch.bfloat16, quick or device.type == "cpu"):
-            yield from rows_of(op, case, device)
-    yield from bench_tail.rows(device, quick or device.type == "cpu")

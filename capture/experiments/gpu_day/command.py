@@ -1,6 +1,6 @@
 """`python benchmarks/gpu.py`, as `make gpu` runs it: parts one after another, each in a process of its own with a time limit.
 
-A part's rows are kept as they come in `results/<device>/gpu-<part>.json`. A part that is complete for this revision is not run
+A part's rows are kept as they come in `results/<device>/`. A part that is complete for this revision is not run
 again unless it is asked for by number. `--dry` runs every part at tiny sizes, on a CPU too, and keeps its rows elsewhere.
 """
 
@@ -14,28 +14,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepgraph.capture.cli import guarded
-from stepgraph.capture.experiments.gpu_day import checks, launches, steps
+from stepgraph.capture.experiments.catalogue import EXPERIMENTS
+from stepgraph.capture.experiments.gpu_day import captures, checks, launches
 from stepgraph.capture.experiments.results import FOLDER, Experiment, Table, load, measure
 from stepgraph.kernels.environment import device_slug, environment
 
 LIMIT_S = 480  # of a part
 
 
-def _table(rows: list[dict]) -> Table:
+def _plain_table(rows: list[dict]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row))
     return Table(names, [[str(row.get(name, "")) for name in names] for row in rows])
 
 
-PARTS = tuple(
-    Experiment(f"gpu-{name}", title, call, _table)
-    for name, title, call in (
-        ("tests", "tests marked gpu", checks.measure_tests),
-        ("kernels", "kernel benchmarks", checks.measure_kernels),
-        ("launches", "graph launches, nodes, gaps, SWITCH", launches.measure),
-        ("modes", "FULL, THREE_GRAPH, PIECEWISE, EAGER", steps.measure_modes),
-        ("captures", "what captures take", steps.measure_captures),
-        ("schedule", "T(batch, k), fixed k against the schedule", steps.measure_schedule),
-    )
+# Those with a script of their own under benchmarks/ keep their rows in that script's file.
+PARTS = (
+    Experiment("gpu-tests", "tests marked gpu", checks.measure, _plain_table),
+    EXPERIMENTS["kernels"],
+    Experiment("gpu-launches", "graph launches, nodes, gaps, SWITCH", launches.measure, _plain_table),
+    EXPERIMENTS["modes"],
+    Experiment("gpu-captures", "what captures take", captures.measure, _plain_table),
+    EXPERIMENTS["dynamic"],
 )
 
 

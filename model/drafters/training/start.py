@@ -54,3 +54,11 @@ def new_head(
                 layer.gate_up_weight.copy_(last.gate_up_weight)
                 layer.down_weight.copy_(last.down_weight)
     return head
+
+
+def copy_in_float32(head: Eagle3Head) -> Eagle3Head:
+    """The same head with weights that an optimiser can move by little."""
+    copy = Eagle3Head(head.eagle, device=head.device)
+    copy.load_state_dict(head.state_dict())
+    copy.target_ids.copy_(head.target_ids)
+    return copy

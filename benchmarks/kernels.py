@@ -1,0 +1,8 @@
+"""Kernels: `python benchmarks/kernels.py [--quick | --rerun]`."""
+
+import sys
+
+from stepgraph.capture.experiments.catalogue import script
+
+if __name__ == "__main__":
+    sys.exit(script("kernels"))

@@ -134,7 +134,14 @@ def test_requests_wait_for_their_time():
     assert run.elapsed_ms == pytest.approx(5000)
 
 
-@pytest.mark.parametrize("choice", [["--k", "1"], ["--policy", "goodput"], ["--policy", "ladder"]])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ["--k", "1"], ["--policy", "goodput"], ["--policy", "ladder"],
+        ["--policy", "ladder", "--policy-options", '{"slots": {"1": {"ks": [2, 4]}}}'],
+        ["--policy", "bandit", "--policy-options", '{"ks": [0, 2]}'],
+    ],
+)  # fmt: skip
 def test_bench_serve_compares_both(choice, tmp_path, capsys):
     out = tmp_path / "serve.json"
     load = ["--arrivals", "poisson:200", "--requests", "6", "--prompt-tokens", "4", "--output-tokens", "5", "--max-batch", "2"]
@@ -143,6 +150,24 @@ def test_bench_serve_compares_both(choice, tmp_path, capsys):
     document = json.loads(out.read_text())
     assert document["engine"]["tokens"] == document["simulator"]["tokens"]
     assert document["errors"].keys() >= {"tokens_per_s", "tpot_ms.p50"}
+
+
+def test_bench_serve_of_answers_without_a_second_token(capsys):
+    """There is no time per further token then, on either side."""
+    load = ["--arrivals", "poisson:200", "--requests", "3", "--prompt-tokens", "4", "--output-tokens", "1", "--max-batch", "2"]
+    assert main(["bench", "serve", *TINY, *load, "--k", "1", "--rounds", "1", "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["engine"]["tpot_ms"] is document["simulator"]["tpot_ms"] is document["errors"]["tpot_ms.p50"] is None
+    assert document["errors"]["ttft_ms.p50"] is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [("{", "--policy-options is not JSON"), ('{"ema": 2}', "ema is 2"), ('{"kz": 2}', "no option 'kz'")]
+)
+def test_bench_serve_refuses_options_before_it_measures(options, reason, monkeypatch, capsys):
+    monkeypatch.setattr("stepgraph.capture.bench_serve.load_target", None)
+    assert main(["bench", "serve", *TINY, "--policy", "ladder", "--policy-options", options]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_bench_serve_refuses_what_does_not_fit(capsys):

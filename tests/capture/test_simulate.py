@@ -293,6 +293,18 @@ def test_command_with_arrivals_and_a_profile(tmp_path, capsys):
     assert set(rows[0]["ttft_ms"]) == {"p50", "p90", "p99"}
 
 
+@pytest.mark.parametrize(("recorded", "ks"), [(16, [0, 1, 3]), (2, [0, 1])])
+def test_a_recorded_world_takes_the_ks_of_the_profile_that_it_knows(recorded, ks, tmp_path, capsys):
+    log, profile = tmp_path / "log.jsonl", tmp_path / "profile.json"
+    log.write_text(json.dumps({"k_run": recorded, "requests": [0], "accepted": [1]}) + "\n")
+    profile.write_text(json.dumps({"schema": "stepgraph.profile/1", "rows": batch_cost([0, 1, 3]).rows}))
+    arguments = ["simulate", "--world", f"recorded:{log}", "--steps", "20", "--json", "-"]
+    assert main([*arguments, "--cost", str(profile)]) == 0
+    assert json.loads(capsys.readouterr().out)["ks"] == ks
+    assert main(arguments) == 0  # and without one all of its own
+    assert json.loads(capsys.readouterr().out)["ks"] == list(range(recorded + 1))
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

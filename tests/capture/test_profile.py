@@ -134,6 +134,15 @@ def test_requests_wait_for_their_time():
     assert run.elapsed_ms == pytest.approx(5000)
 
 
+def test_time_to_the_first_token_counts_the_wait_for_a_step_to_end():
+    engine = build_engine(EngineOptions("random:tiny-llama", "none", max_batch=2, max_len=32)).engine
+    ticks = iter(range(100, 200))
+    arrivals = Arrivals(np.array([0.0, 400.0]), np.array([2, 2]), np.array([3, 2]))
+    run = serve_engine("k=0", engine, arrivals, [[1, 2], [3, 4]], SamplingParams(), lambda: float(next(ticks))).run
+    assert run.ttft_ms[0] > 1000  # both are seen at the first look, a second after the start
+    assert run.ttft_ms[1] > 600
+
+
 @pytest.mark.parametrize(
     "choice",
     [

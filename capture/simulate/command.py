@@ -25,6 +25,8 @@ from stepgraph.kernels.output import require_writable
 
 SCHEMA = "stepgraph.simulation/1"
 LARGEST_K = 16
+# Of a closed world, which is drawn whole and takes some 40 bytes for each.
+MOST_COUNTS = 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
 def _closed(args, world, rng, cost: CostTable, ks: list[int], policies: list[tuple[str, KPolicy]]) -> list[dict]:
     steps, batch = require_int("steps", args.steps, 1, 10**8), require_int("batch", args.batch, 1, 1 << 16)
     require_int("lag", args.lag, 0, 16)
+    if steps * batch > MOST_COUNTS:
+        raise ValueError(f"steps is {steps} and batch {batch}; steps times batch must be at most {MOST_COUNTS}")
     counts = world.draw(rng, steps, batch, ks[-1])
     fixed, oracle = fixed_runs(counts, cost, ks), oracle_run(counts, cost, ks)
     best = min(fixed, key=lambda run: run.ms_per_token)
@@ -139,9 +143,11 @@ def make_from(text: str, cost: CostTable) -> KPolicy:
         options = json.loads(rest) if rest else {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--policy {kind}: the options are not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--policy {kind}: the options are {show(options)}; they must be an object of names and values")
     if kind == "ladder":
         return make_adaptive(kind, options if "slots" in options else {"slots": _rungs_within(cost.ks), **options})
-    return make_adaptive(kind, {"cost": cost, **options} if isinstance(options, dict) else options)
+    return make_adaptive(kind, {"cost": cost, **options})
 
 
 def _rungs_within(ks: frozenset[int]) -> dict[int, Rungs]:

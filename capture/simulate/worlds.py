@@ -58,8 +58,8 @@ class Regimes:
     dwell: float
 
     def __post_init__(self):
-        if len(self.worlds) < 2:
-            raise ValueError("regimes needs at least two worlds.")
+        if not 2 <= len(self.worlds) <= 32:  # NumPy's choose takes no more
+            raise ValueError(f"regimes has {len(self.worlds)} worlds; it needs at least two worlds and takes at most 32.")
         checked_number("dwell", self.dwell, 1, 1e9)
 
     def draw(self, rng: np.random.Generator, steps: int, rows: int, k_max: int) -> np.ndarray:

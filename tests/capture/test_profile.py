@@ -47,6 +47,18 @@ def test_the_profile_feeds_everything_that_reads_one(tmp_path, capsys):
     assert "has no tokenizer" in capsys.readouterr().err
 
 
+def test_a_profile_written_through_a_link_leaves_the_link(tmp_path):
+    link, target = tmp_path / "link.json", tmp_path / "kept" / "profile.json"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    sizes = ["--batches", "1", "--ks", "0", "--contexts", "4", "--rounds", "1", "--prompts", "none"]
+    for _ in range(2):  # first to nothing, then over the first
+        assert main(["profile", *TINY, *sizes, "--out", str(link)]) == 0
+        assert link.is_symlink()
+        assert CostTable.load(target).ks == {0}
+    assert [path.name for path in target.parent.iterdir()] == ["profile.json"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

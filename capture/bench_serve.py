@@ -12,9 +12,11 @@ from rich.table import Table
 from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine, load_target
+from stepgraph.capture.console import shown
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.experiments.prompt_sets import load_prompts
-from stepgraph.capture.policies import ADAPTIVE, policy_from_dict
+from stepgraph.capture.policies import ADAPTIVE, make_adaptive, policy_from_dict
+from stepgraph.capture.policies.adaptive import checked_ks
 from stepgraph.capture.profile.measure import measure_costs, measure_prefill
 from stepgraph.capture.prompts import encode_prompt
 from stepgraph.capture.request import SamplingParams
@@ -28,6 +30,7 @@ from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 SCHEMA = "stepgraph.serving/1"
 LATENCIES = ("ttft_ms.p50", "ttft_ms.p90", "tpot_ms.p50", "tpot_ms.p90")
+KS = (0, 1, 3, 5)  # of a policy, unless its options say
 FIGURES = ("tokens_per_s", "tokens_per_busy_s", *LATENCIES, "steps", "mean_batch")
 
 
@@ -68,11 +71,11 @@ def run(args: argparse.Namespace) -> int:
         args.model, args.drafter, k=args.k, schedule=args.schedule, max_batch=args.max_batch, max_len=max_len,
         dtype=args.dtype, device=args.device, seed=args.seed, kv_memory_bytes=4 << 30,
     )  # fmt: skip
-    ks = sorted({0, 1, 3, 5} if args.policy else options.make_policy().ks)
+    given = json_object("--policy-options", args.policy_options) or {}
+    ks = sorted(_policy_ks(args.policy, given) if args.policy else options.make_policy().ks)
     loaded = load_target(options)
     cost = CostTable(_step_times(options, loaded, ks, arrivals, rounds))
     if args.policy:
-        given = json_object("--policy-options", args.policy_options) or {}
         needs_cost = {"cost": cost} if args.policy != "ladder" else {"slots": {"1": {"ks": ks}}}
         options = EngineOptions(**{**vars(options), "policy": args.policy, "policy_options": {**needs_cost, **given}})
     engine = build_engine(options, loaded).engine
@@ -85,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     texts = texts_of(observed, arrivals, max(ks), rng)
     simulated = serve(name, policy_from_dict(fresh), server, arrivals, texts)
     rows = {"engine": observed.run.report(), "simulator": simulated.report()}
-    errors = {figure: _of(rows["simulator"], figure) / _of(rows["engine"], figure) - 1 for figure in FIGURES}
+    errors = {figure: _error(*(_of(rows[run], figure) for run in ("simulator", "engine"))) for figure in FIGURES}
     document = {
         "schema": SCHEMA, "model": loaded.name, "drafter": args.drafter, "policy": fresh | {"cost": None}, "seed": args.seed,
         "arrivals": args.arrivals, "env": environment(), "cost": cost.rows, "prefill_ms_per_token": server.prefill_ms_per_token,
@@ -99,6 +102,15 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def _policy_ks(kind: str, given: dict) -> frozenset[int]:
+    """Every k that the policy may ask for, which are those to time. Its options are refused here, before anything runs."""
+    ks = checked_ks(given["ks"]) if given.get("ks") is not None else KS
+    if kind == "ladder":
+        return make_adaptive(kind, {"slots": {"1": {"ks": KS}}, **given}).ks
+    untimed = CostTable({"batch": 1, "k": k, "context": 0, "step_ms": 1.0} for k in ks)
+    return make_adaptive(kind, {"cost": untimed, **given}).ks
 
 
 def _step_times(options: EngineOptions, loaded, ks: list[int], arrivals, rounds: int) -> list[dict]:
@@ -121,9 +133,14 @@ def _prompts(arrivals, loaded) -> list[list[int]]:
     return [list(islice(cycle(texts[n % len(texts)]), int(length))) for n, length in enumerate(arrivals.prompt)]
 
 
-def _of(report: dict, figure: str) -> float:
+def _of(report: dict, figure: str) -> float | None:
+    """A figure of the report; None where the run has none, as time per further token when no answer has a second."""
     name, _, part = figure.partition(".")
-    return report[name][part] if part else report[name]
+    return report[name][part] if part and report[name] is not None else report[name]
+
+
+def _error(simulated: float | None, real: float | None) -> float | None:
+    return simulated / real - 1 if simulated is not None and real else None
 
 
 def _show(rows: dict, errors: dict, out) -> None:
@@ -131,6 +148,6 @@ def _show(rows: dict, errors: dict, out) -> None:
     for name in ("", *rows, "error"):
         table.add_column(name, justify="left" if not name else "right")
     for figure in FIGURES:
-        values = [f"{_of(report, figure):.2f}" for report in rows.values()]
-        table.add_row(figure, *values, f"{100 * errors[figure]:+.1f} %")
+        values = [shown(_of(report, figure)) for report in rows.values()]
+        table.add_row(figure, *values, "" if errors[figure] is None else f"{100 * errors[figure]:+.1f} %")
     Console(file=out, width=None if out.isatty() else 120).print(table)

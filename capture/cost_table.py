@@ -15,6 +15,8 @@ from stepgraph.capture.schedule import require_int, show
 
 SCHEMA = "stepgraph.profile/1"
 FIELDS = ("batch", "k", "context", "step_ms")
+LARGEST = 1 << 40
+LONGEST_MS = 1e12
 
 
 class CostTable:
@@ -33,16 +35,20 @@ class CostTable:
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]]):
+        if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+            raise ValueError(f"the cost table is {show(rows)}; it must be a list of rows.")
         points: dict[int, dict[int, dict[int, float]]] = {}
         self.rows: list[dict[str, Any]] = []
         for number, row in enumerate(rows):
             name = f"row {number} of the cost table"
             if not isinstance(row, Mapping) or any(field not in row for field in FIELDS):
                 raise ValueError(f"{name} is {show(row)}; it must have {', '.join(FIELDS)}.")
-            batch, k = require_int(f"batch in {name}", row["batch"], 1), require_int(f"k in {name}", row["k"], 0)
-            context, step_ms = require_int(f"context in {name}", row["context"], 0), row["step_ms"]
-            if isinstance(step_ms, bool) or not isinstance(step_ms, int | float) or not 0 < step_ms < float("inf"):
-                raise ValueError(f"step_ms in {name} is {show(step_ms)}; it must be a positive number.")
+            batch = require_int(f"batch in {name}", row["batch"], 1, LARGEST)
+            k, context = (require_int(f"{field} in {name}", row[field], 0, LARGEST) for field in ("k", "context"))
+            step_ms = row["step_ms"]
+            # What cannot be a time or a size overflows where it meets others, long after it was read.
+            if isinstance(step_ms, bool) or not isinstance(step_ms, int | float) or not 0 < step_ms <= LONGEST_MS:
+                raise ValueError(f"step_ms in {name} is {show(step_ms)}; it must be a positive number up to {LONGEST_MS:g}.")
             batches = points.setdefault(k, {}).setdefault(context, {})
             if batch in batches:
                 raise ValueError(f"{name} is the second for batch {batch}, k {k}, context {context}.")
@@ -64,6 +70,8 @@ class CostTable:
         Raises:
             ValueError: a file cannot be read or is neither.
         """
+        if wrong := [path for path in paths if not isinstance(path, str | os.PathLike)]:
+            raise ValueError(f"a profile is {show(wrong[0])}; it must be the path of a file.")
         rows = [(Path(path).name, row) for path in paths for row in cls._rows_of(path)]
         try:
             return cls(row for _, row in rows)

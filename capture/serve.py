@@ -54,6 +54,8 @@ def serve_engine(
     total, number_of, outputs = len(arrivals), {}, {}
     counts: list[list[int]] = [[] for _ in range(total)]
     ks: list[int] = []
+    # A request that comes while a step runs waits for its end before the engine hears of it; to whoever sent it, it has come.
+    waited_ms = np.zeros(total)
 
     def take(record: StepRecord) -> None:
         ks.append(record.k_run)
@@ -72,6 +74,7 @@ def serve_engine(
         while arrived < total and arrivals.at_ms[arrived] <= now_ms:
             each = replace(params, max_new_tokens=int(arrivals.output[arrived]))
             number_of[engine.add(prompts[arrived], each)] = arrived
+            waited_ms[arrived] = now_ms - arrivals.at_ms[arrived]
             arrived += 1
         for output in engine.step():
             outputs[number_of[output.id]] = output
@@ -81,7 +84,7 @@ def serve_engine(
     run = ServingRun(
         name, total, sum(len(output.token_ids) for output in in_order), elapsed_ms - float(arrivals.at_ms[0]), decode_s * 1e3,
         len(ks), sum(map(len, counts)), count_switches(ks), {k: ks.count(k) for k in sorted(set(ks))},
-        np.array([output.ttft_ms for output in in_order]),
+        np.array([output.ttft_ms for output in in_order]) + waited_ms,
         np.array([output.tpot_ms for output in in_order if output.tpot_ms is not None]),
     )  # fmt: skip
     return Observed(run, counts)

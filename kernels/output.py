@@ -7,7 +7,7 @@ def require_writable(option: str, path: str | None) -> None:
     """Find out before the work whether its result can be kept at `path`; None and "-" are no files."""
     if path in (None, "-"):
         return
-    target = Path(path)
+    target = Path(path).resolve()  # of a link that points to nothing yet, what it points to
     existed = target.exists()
     try:
         with target.open("a"):

@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.policies.adaptive import AnyBatch, checked_ks, checked_number
-from stepgraph.capture.schedule import require_int, show
+from stepgraph.capture.policies.saved import saved_counts, saved_key, saved_list, saved_object
+from stepgraph.capture.schedule import require_int
 
 
 class BanditPolicy(AnyBatch):
@@ -93,11 +94,15 @@ class BanditPolicy(AnyBatch):
     def from_dict(cls, data: dict[str, Any]) -> Self:
         options = {"exploration": data["exploration"], "hold_steps": data["hold_steps"]}
         policy = cls(CostTable(data["cost"]), data["ks"], **options)
-        for octave, plays in data["state"]["plays"].items():
-            if len(plays) != len(policy._ks):
-                raise ValueError(f"the saved plays are {show(plays)}; there must be one of each of {len(policy._ks)} k.")
-            policy._plays[int(octave)] = [list(map(float, play)) for play in plays]
-        policy._arm = {int(octave): list(arm) for octave, arm in data["state"]["arm"].items()}
+        state, arms = saved_object("state", data["state"]), len(policy._ks)
+        for octave, plays in saved_object("plays", state["plays"]).items():
+            each = [saved_counts("a play", play, 2) for play in saved_list("plays", plays, arms)]
+            policy._plays[saved_key("plays", octave)] = each
+        for octave, arm in saved_object("arm", state["arm"]).items():
+            index, left = saved_list("arm", arm, 2)
+            require_int("the index of an arm in the saved state", index, 0, arms - 1)
+            require_int("the steps left of an arm in the saved state", left, 0, policy.hold_steps)
+            policy._arm[saved_key("arm", octave)] = [index, left]
         return policy
 
     def __repr__(self) -> str:

@@ -15,6 +15,7 @@ from stepgraph.capture.policies.adaptive import (
     checked_number,
     expected_tokens,
 )
+from stepgraph.capture.policies.saved import saved_key, saved_list, saved_object, saved_rates
 from stepgraph.capture.schedule import require_int, show
 
 DEFAULT_PRIOR = 0.7
@@ -71,7 +72,7 @@ class GoodputPolicy(AnyBatch):
         if missing := set(self._ks) - self.cost.ks:
             raise ValueError(f"ks has {min(missing)}; the cost table has {', '.join(map(str, sorted(self.cost.ks)))}.")
         self.prior = _checked_prior(prior)
-        self.iid, self.learn = bool(iid), bool(learn)
+        self.iid, self.learn = _checked_switch("iid", iid), _checked_switch("learn", learn)
         self.memory = checked_number("memory", memory, 0, 1)
         self.request_memory = checked_number("request_memory", request_memory, 0, 1)
         self.margin = checked_number("margin", margin, 0, 10)
@@ -147,18 +148,33 @@ class GoodputPolicy(AnyBatch):
     def from_dict(cls, data: dict[str, Any]) -> Self:
         names = ("prior", "iid", "learn", "memory", "request_memory", "margin", "hold_steps", "probe_interval")
         policy = cls(CostTable(data["cost"]), data["ks"], **{name: data[name] for name in names})
-        state = data["state"]
-        policy._all.accepted, policy._all.reached = map(list, state["all"])
-        if state["row"]:
-            policy._own.counts = np.array(state["own"], dtype=float)
-        policy._own.row = {int(request): row for request, row in state["row"].items()}
+        state, positions = saved_object("state", data["state"]), policy._ks[-1]
+        policy._all.accepted, policy._all.reached = saved_rates("all", *saved_list("all", state["all"], 2), positions)
+        row = {saved_key("row", request): row for request, row in saved_object("row", state["row"]).items()}
+        if row:
+            accepted, reached = saved_list("own", state["own"], 2)
+            reached = saved_list("own", reached, len(accepted) if isinstance(accepted, list) else 0)
+            own = [saved_rates("own", *each, positions) for each in zip(accepted, reached, strict=True)]
+            policy._own.counts = np.array(own, dtype=float).reshape(-1, 2, positions).swapaxes(0, 1).copy()
+            for each in row.values():
+                require_int("a row in the saved state", each, 0, len(own) - 1)
+            if len(set(row.values())) != len(row):
+                raise ValueError(f"row in the saved state is {show(row)}; no two requests may have the same.")
+        policy._own.row = row
         if state["at"] is not None:
             require_int("at in the saved state", state["at"], 0, len(policy._ks) - 1)
-        policy._at, policy._age, policy._unseen = state["at"], state["age"], state["unseen"]
+        policy._at = state["at"]
+        policy._age, policy._unseen = (require_int(f"{name} in the saved state", state[name], 0) for name in ("age", "unseen"))
         return policy
 
     def __repr__(self) -> str:
         return f"GoodputPolicy(ks={list(self._ks)})"
+
+
+def _checked_switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):  # "false" and "no" are true to Python
+        raise ValueError(f"{name} is {show(value)}; it must be true or false.")
+    return value
 
 
 def _checked_prior(prior: Any) -> float | list[float]:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from stepgraph.capture.keys import MAX_BATCH, KeySet, reachable_keys
 from stepgraph.capture.policies.adaptive import checked_ks, checked_number
+from stepgraph.capture.policies.saved import saved_object
 from stepgraph.capture.schedule import require_int, show
 
 
@@ -144,11 +145,19 @@ class LadderPolicy:
     def from_dict(cls, data: dict[str, Any]) -> Self:
         options = {name: data[name] for name in ("initial_k", "ema", "interval", "warm_up")}
         policy = cls(data["slots"], **options)
-        for first, state in data["state"].items():
-            slot = _Slot(**state)
-            if slot.k not in policy.rungs[int(first)].ks:
-                raise ValueError(f"k in the state of slot {first} is {show(slot.k)}; it must be one of its rungs.")
-            policy._slots[int(first)] = slot
+        states = saved_object("state", data["state"])
+        if set(states) != set(map(str, policy._firsts)):
+            raise ValueError(f"the saved state has slots {show(sorted(states))}; the ladder has {show(policy._firsts)}.")
+        for first, ladder in policy.rungs.items():
+            name, state = f"slot {first}", saved_object(f"slot {first}", states[str(first)])
+            k, average = require_int(f"k of {name}", state["k"], 0), state["average"]
+            if k not in ladder.ks:
+                raise ValueError(f"k of {name} in the saved state is {k}; it must be one of {show(list(ladder.ks))}.")
+            if average is not None:
+                average = checked_number(f"average of {name} in the saved state", average, 0, ladder.ks[-1])
+            elif k > 0:
+                raise ValueError(f"average of {name} in the saved state is None; at k = {k} it must be a number.")
+            policy._slots[first] = _Slot(k, average, require_int(f"rounds of {name}", state["rounds"], 0))
         return policy
 
     def _first(self, batch: int) -> int:

@@ -77,9 +77,14 @@ def run(args: argparse.Namespace) -> int:
     }  # fmt: skip
     if acceptance is not None:
         document[SCHEDULE_KEY] = best_schedule(CostTable(rows), acceptance["reached"], max_batch, min(contexts))
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, out)
+    text = json.dumps(document, indent=1) + "\n"
+    out = out.resolve()  # a link stays one
+    if out.is_file() or not out.exists():
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, out)
+    else:  # a device or a pipe is written to, never replaced
+        out.write_text(text, encoding="utf-8")
     _show(document)
     return 0
 

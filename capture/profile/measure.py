@@ -73,9 +73,8 @@ def measure_costs(
 
 def measure_prefill(options: EngineOptions, loaded: LoadedModel, tokens: int = 64, rounds: int = 5) -> float:
     """Milliseconds a prompt token takes, through target and drafter: the median of prompts of `tokens` tokens."""
-    options = replace(
-        options, k=max(options.k or 0, 1), schedule=None, policy=None, policy_options=None, max_batch=1, max_len=tokens + 8
-    )
+    k = 0 if options.drafter == "none" else max(options.k or 0, 1)  # at k = 0 a drafter would have no prompt to run
+    options = replace(options, k=k, schedule=None, policy=None, policy_options=None, max_batch=1, max_len=tokens + 8)
     step = build_engine(options, loaded).engine.graphs.step
     place_everywhere(step.state, tokens, options.block_size)
     times_ms = []

@@ -9,6 +9,8 @@ import numpy as np
 from stepgraph.capture.policies.adaptive import checked_number
 from stepgraph.capture.schedule import require_int, show
 
+# Of bursts: all are drawn, so a period far below the time between two requests would take for ever.
+MOST_PERIODS = 10**6
 COLUMNS = ("timestamp", "prompt_tokens", "output_tokens")
 
 
@@ -46,6 +48,11 @@ def bursty(
     checked_number("the rate of arrivals", per_s, 1e-9, 1e9)
     checked_number("the factor of bursts", factor, 1, 1e6)
     checked_number("the period of bursts", period_s, 1e-6, 1e9)
+    if requests > MOST_PERIODS * per_s * period_s:
+        raise ValueError(
+            f"bursts every {period_s:g} s at {per_s:g} requests a second make more than {MOST_PERIODS} periods for {requests} "
+            "requests; give a longer period or a higher rate"
+        )
     quiet_per_ms = 2 * per_s / (1 + factor) / 1e3
     # Arrivals of a unit rate, mapped through the inverse of the summed rate, which is a line within each phase.
     wanted, phases = rng.exponential(1, requests).cumsum(), []

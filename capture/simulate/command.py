@@ -25,6 +25,8 @@ from stepgraph.kernels.output import require_writable
 
 SCHEMA = "stepgraph.simulation/1"
 LARGEST_K = 16
+# Of a closed world, which is drawn whole and takes some 40 bytes for each.
+MOST_COUNTS = 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost", action="append", metavar="FILE", help="step times: a profile, or stepgraph plan's JSON; repeatable"
     )
     cost.add_argument("--draft-cost", type=float, default=0.05, help="or a step of 1 + c k ms at every batch: c (default 0.05)")
-    add("--ks", help="k to choose from, as 0,1,3 (default: all of the profile, or 0 to 8)")
+    add("--ks", help="k to choose from, as 0,1,3 (default: all of the profile, or 0 to 8, or to the recorded k)")
     add(
         "--policy", action="append", default=[], metavar="KIND[:OPTIONS]",
         help="fixed:K, schedule:JSON, ladder, goodput, bandit (options as JSON after a colon); repeatable "
@@ -58,9 +60,16 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--json", args.json)
     require_int("seed", args.seed, 0)
     world, rng = parse_world(args.world), np.random.default_rng(args.seed)
-    ks = _ks(args.ks, world.k_max if isinstance(world, Recorded) else LARGEST_K)
-    cost = CostTable.load(*args.cost) if args.cost else CostTable(leviathan_cost(args.draft_cost, ks or range(9)))
-    ks = sorted(cost.ks) if ks is None else ks
+    largest = world.k_max if isinstance(world, Recorded) else None
+    ks = _ks(args.ks, LARGEST_K if largest is None else largest)
+    default = range(9 if largest is None else largest + 1)
+    cost = CostTable.load(*args.cost) if args.cost else CostTable(leviathan_cost(args.draft_cost, ks or default))
+    # Nobody knows what would have been accepted beyond the recorded k, so the profile's larger ones are left out.
+    ks = ks or [k for k in sorted(cost.ks) if largest is None or k <= largest]
+    if not ks:
+        raise ValueError(
+            f"the recorded steps ran at k = {largest}; the profile has only {', '.join(map(str, sorted(cost.ks)))}"
+        )
     if missing := sorted(set(ks) - cost.ks):
         raise ValueError(f"--ks has {missing[0]}; the profile has {', '.join(map(str, sorted(cost.ks)))}")
     cost = CostTable(row for row in cost.rows if row["k"] in ks)  # the world's own table: what policies may choose from
@@ -85,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
 def _closed(args, world, rng, cost: CostTable, ks: list[int], policies: list[tuple[str, KPolicy]]) -> list[dict]:
     steps, batch = require_int("steps", args.steps, 1, 10**8), require_int("batch", args.batch, 1, 1 << 16)
     require_int("lag", args.lag, 0, 16)
+    if steps * batch > MOST_COUNTS:
+        raise ValueError(f"steps is {steps} and batch {batch}; steps times batch must be at most {MOST_COUNTS}")
     counts = world.draw(rng, steps, batch, ks[-1])
     fixed, oracle = fixed_runs(counts, cost, ks), oracle_run(counts, cost, ks)
     best = min(fixed, key=lambda run: run.ms_per_token)
@@ -132,9 +143,11 @@ def make_from(text: str, cost: CostTable) -> KPolicy:
         options = json.loads(rest) if rest else {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--policy {kind}: the options are not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--policy {kind}: the options are {show(options)}; they must be an object of names and values")
     if kind == "ladder":
         return make_adaptive(kind, options if "slots" in options else {"slots": _rungs_within(cost.ks), **options})
-    return make_adaptive(kind, {"cost": cost, **options} if isinstance(options, dict) else options)
+    return make_adaptive(kind, {"cost": cost, **options})
 
 
 def _rungs_within(ks: frozenset[int]) -> dict[int, Rungs]:
@@ -148,7 +161,7 @@ def _rungs_within(ks: frozenset[int]) -> dict[int, Rungs]:
 
 def _ks(text: str | None, largest: int) -> list[int] | None:
     if text is None:
-        return None if largest == LARGEST_K else list(range(largest + 1))
+        return None
     try:
         ks = sorted({int(part) for part in text.split(",")})
     except ValueError:

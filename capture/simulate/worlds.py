@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from stepgraph.capture.policies.adaptive import checked_number
-from stepgraph.capture.schedule import require_int, show
+from stepgraph.capture.schedule import DEFAULT_MAX_K, require_int, show
 
 
 class World(Protocol):
@@ -58,8 +58,8 @@ class Regimes:
     dwell: float
 
     def __post_init__(self):
-        if len(self.worlds) < 2:
-            raise ValueError("regimes needs at least two worlds.")
+        if not 2 <= len(self.worlds) <= 32:  # NumPy's choose takes no more
+            raise ValueError(f"regimes has {len(self.worlds)} worlds; it needs at least two worlds and takes at most 32.")
         checked_number("dwell", self.dwell, 1, 1e9)
 
     def draw(self, rng: np.random.Generator, steps: int, rows: int, k_max: int) -> np.ndarray:
@@ -86,11 +86,11 @@ class Recorded:
         try:
             records = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
             for record in records:
-                if record["k_run"] > 0:
+                if require_int("k_run", record["k_run"], 0, DEFAULT_MAX_K):
                     ks.add(record["k_run"])
                     for request, count in zip(record["requests"], record["accepted"], strict=True):
                         sequences.setdefault(request, []).append(require_int("accepted", count, 0, record["k_run"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"step log {name} cannot be read: {error}") from None
         if len(ks) != 1:
             raise ValueError(f"step log {name} has steps at k = {show(sorted(ks))}; one k > 0 is needed, the largest there is.")

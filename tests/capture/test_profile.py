@@ -47,6 +47,18 @@ def test_the_profile_feeds_everything_that_reads_one(tmp_path, capsys):
     assert "has no tokenizer" in capsys.readouterr().err
 
 
+def test_a_profile_written_through_a_link_leaves_the_link(tmp_path):
+    link, target = tmp_path / "link.json", tmp_path / "kept" / "profile.json"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    sizes = ["--batches", "1", "--ks", "0", "--contexts", "4", "--rounds", "1", "--prompts", "none"]
+    for _ in range(2):  # first to nothing, then over the first
+        assert main(["profile", *TINY, *sizes, "--out", str(link)]) == 0
+        assert link.is_symlink()
+        assert CostTable.load(target).ks == {0}
+    assert [path.name for path in target.parent.iterdir()] == ["profile.json"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -134,7 +146,23 @@ def test_requests_wait_for_their_time():
     assert run.elapsed_ms == pytest.approx(5000)
 
 
-@pytest.mark.parametrize("choice", [["--k", "1"], ["--policy", "goodput"], ["--policy", "ladder"]])
+def test_time_to_the_first_token_counts_the_wait_for_a_step_to_end():
+    engine = build_engine(EngineOptions("random:tiny-llama", "none", max_batch=2, max_len=32)).engine
+    ticks = iter(range(100, 200))
+    arrivals = Arrivals(np.array([0.0, 400.0]), np.array([2, 2]), np.array([3, 2]))
+    run = serve_engine("k=0", engine, arrivals, [[1, 2], [3, 4]], SamplingParams(), lambda: float(next(ticks))).run
+    assert run.ttft_ms[0] > 1000  # both are seen at the first look, a second after the start
+    assert run.ttft_ms[1] > 600
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ["--k", "1"], ["--policy", "goodput"], ["--policy", "ladder"],
+        ["--policy", "ladder", "--policy-options", '{"slots": {"1": {"ks": [2, 4]}}}'],
+        ["--policy", "bandit", "--policy-options", '{"ks": [0, 2]}'],
+    ],
+)  # fmt: skip
 def test_bench_serve_compares_both(choice, tmp_path, capsys):
     out = tmp_path / "serve.json"
     load = ["--arrivals", "poisson:200", "--requests", "6", "--prompt-tokens", "4", "--output-tokens", "5", "--max-batch", "2"]
@@ -143,6 +171,24 @@ def test_bench_serve_compares_both(choice, tmp_path, capsys):
     document = json.loads(out.read_text())
     assert document["engine"]["tokens"] == document["simulator"]["tokens"]
     assert document["errors"].keys() >= {"tokens_per_s", "tpot_ms.p50"}
+
+
+def test_bench_serve_of_answers_without_a_second_token(capsys):
+    """There is no time per further token then, on either side."""
+    load = ["--arrivals", "poisson:200", "--requests", "3", "--prompt-tokens", "4", "--output-tokens", "1", "--max-batch", "2"]
+    assert main(["bench", "serve", *TINY, *load, "--k", "1", "--rounds", "1", "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["engine"]["tpot_ms"] is document["simulator"]["tpot_ms"] is document["errors"]["tpot_ms.p50"] is None
+    assert document["errors"]["ttft_ms.p50"] is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [("{", "--policy-options is not JSON"), ('{"ema": 2}', "ema is 2"), ('{"kz": 2}', "no option 'kz'")]
+)
+def test_bench_serve_refuses_options_before_it_measures(options, reason, monkeypatch, capsys):
+    monkeypatch.setattr("stepgraph.capture.bench_serve.load_target", None)
+    assert main(["bench", "serve", *TINY, "--policy", "ladder", "--policy-options", options]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_bench_serve_refuses_what_does_not_fit(capsys):

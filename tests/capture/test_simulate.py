@@ -293,12 +293,29 @@ def test_command_with_arrivals_and_a_profile(tmp_path, capsys):
     assert set(rows[0]["ttft_ms"]) == {"p50", "p90", "p99"}
 
 
+@pytest.mark.parametrize(("recorded", "ks"), [(16, [0, 1, 3]), (2, [0, 1])])
+def test_a_recorded_world_takes_the_ks_of_the_profile_that_it_knows(recorded, ks, tmp_path, capsys):
+    log, profile = tmp_path / "log.jsonl", tmp_path / "profile.json"
+    log.write_text(json.dumps({"k_run": recorded, "requests": [0], "accepted": [1]}) + "\n")
+    profile.write_text(json.dumps({"schema": "stepgraph.profile/1", "rows": batch_cost([0, 1, 3]).rows}))
+    arguments = ["simulate", "--world", f"recorded:{log}", "--steps", "20", "--json", "-"]
+    assert main([*arguments, "--cost", str(profile)]) == 0
+    assert json.loads(capsys.readouterr().out)["ks"] == ks
+    assert main(arguments) == 0  # and without one all of its own
+    assert json.loads(capsys.readouterr().out)["ks"] == list(range(recorded + 1))
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["--world", "iid"], "world is 'iid'"),
         (["--world", "iid:2"], "a rate of the world is 2"),
         (["--world", "regimes:9:0.5"], "at least two worlds"),
+        (["--world", "regimes:9:" + "/".join(["0.5"] * 70)], "regimes has 70 worlds; it needs at least two"),
+        (["--steps", "100000000", "--batch", "65536"], "steps times batch must be at most 1000000000"),
+        (["--arrivals", "bursty:1:2:1e-6"], "make more than 1000000 periods for 500 requests"),
+        (["--policy", "ladder:[]"], "--policy ladder: the options are []; they must be an object"),
+        (["--policy", "ladder:null"], "--policy ladder: the options are None"),
         (["--world", "recorded:nowhere.jsonl"], "step log nowhere.jsonl cannot be read"),
         (["--arrivals", "poisson"], "arrivals is 'poisson'; allowed are closed"),
         (["--arrivals", "poisson:0"], "the rate of arrivals is 0"),

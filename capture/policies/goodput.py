@@ -11,9 +11,9 @@ from stepgraph.capture.policies.adaptive import (
     AnyBatch,
     PositionRates,
     RequestRates,
-    checked_ks,
     checked_number,
     expected_tokens,
+    table_and_ks,
 )
 from stepgraph.capture.schedule import require_int, show
 
@@ -66,10 +66,7 @@ class GoodputPolicy(AnyBatch):
         hold_steps: int = 8,
         probe_interval: int = 200,
     ):
-        self.cost = cost if isinstance(cost, CostTable) else CostTable.load(cost)
-        self._ks = checked_ks(self.cost.ks if ks is None else ks)
-        if missing := set(self._ks) - self.cost.ks:
-            raise ValueError(f"ks has {min(missing)}; the cost table has {', '.join(map(str, sorted(self.cost.ks)))}.")
+        self.cost, self._ks = table_and_ks(cost, ks)
         self.prior = _checked_prior(prior)
         self.iid, self.learn = bool(iid), bool(learn)
         self.memory = checked_number("memory", memory, 0, 1)

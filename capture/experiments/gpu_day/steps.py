@@ -48,7 +48,7 @@ def mode_rows(
     """A row for each batch, k and mode, the modes interleaved: device and host time of a step, and a chain's."""
     options = _options(model, drafter, max(ks), max(batches), context)
     step = build_engine(options, loaded).engine.graphs.step
-    place_everywhere(step.state, context, options.block_size)
+    place_everywhere(step.state, context)
     for batch in batches:
         for k in ks:
             key = GraphKey(batch, k)

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine, load_target
+from stepgraph.capture.console import progress
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.experiments.prompt_sets import load_prompts
 from stepgraph.capture.policies import ADAPTIVE, policy_from_dict
@@ -106,10 +106,9 @@ def _step_times(options: EngineOptions, loaded, ks: list[int], arrivals, rounds:
     lengths = arrivals.prompt + arrivals.output // 2
     contexts = sorted({max(2, int(np.quantile(lengths, q))) for q in (0.1, 0.9)})
 
-    def bar(items, total):
-        return tqdm(items, desc="timing", unit="replay", total=total, leave=False, file=sys.stderr)
-
-    return measure_costs(options, loaded, batches, ks, contexts, rounds, bar)
+    return measure_costs(
+        options, loaded, batches, ks, contexts, rounds, lambda items, total: progress(items, "timing", "replay", total)
+    )
 
 
 def _prompts(arrivals, loaded) -> list[list[int]]:

@@ -12,9 +12,13 @@ USAGE_ERROR = 2
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
-def progress(items: Iterable, description: str, unit: str):
-    """`items` behind a progress bar on stderr that vanishes when done, and is absent when stderr is not a terminal."""
-    return tqdm(items, desc=description, unit=unit, leave=False, file=sys.stderr, disable=not sys.stderr.isatty())
+def progress(items: Iterable, description: str, unit: str, total: int | None = None):
+    """`items` behind a progress bar on stderr that vanishes when done, and is absent when stderr is not a terminal.
+
+    `total` is how many, for items without a length.
+    """
+    hidden = not sys.stderr.isatty()
+    return tqdm(items, desc=description, unit=unit, total=total, leave=False, file=sys.stderr, disable=hidden)
 
 
 class OrderedStream:

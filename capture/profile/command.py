@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, load_target
+from stepgraph.capture.console import progress
 from stepgraph.capture.cost_table import SCHEMA, CostTable
 from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts
 from stepgraph.capture.modes import Mode
@@ -62,14 +62,13 @@ def run(args: argparse.Namespace) -> int:
     if prompts and loaded.tokenizer is None:
         raise ValueError(f"--prompts is {args.prompts!r}; {loaded.name} has no tokenizer, so give --prompts none")
 
-    def bar(items, total):
-        return tqdm(items, desc="timing", unit="replay", total=total, leave=False, file=sys.stderr)
-
     acceptance = None
     if prompts:
         spread = prompts[:: max(1, len(prompts) // limit)][:limit]
         acceptance = measure_acceptance(options, loaded, max(ks), spread, params)
-    rows = measure_costs(options, loaded, batches, ks, contexts, rounds, bar)
+    rows = measure_costs(
+        options, loaded, batches, ks, contexts, rounds, lambda items, total: progress(items, "timing", "replay", total)
+    )
     document = {
         "schema": SCHEMA, "model": loaded.name, "drafter": drafter, "dtype": args.dtype, "mode": args.mode,
         "temperature": args.temperature, "env": environment(), "prefill_ms_per_token": measure_prefill(options, loaded),

@@ -12,7 +12,7 @@ from rich.table import Table
 from stepgraph.capture.build import DTYPES, EngineOptions, load_target
 from stepgraph.capture.console import progress
 from stepgraph.capture.cost_table import SCHEMA, CostTable
-from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts
+from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts, spread
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.profile.measure import best_schedule, measure_acceptance, measure_costs, measure_prefill
 from stepgraph.capture.request import SamplingParams
@@ -64,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     acceptance = None
     if prompts:
-        spread = prompts[:: max(1, len(prompts) // limit)][:limit]
-        acceptance = measure_acceptance(options, loaded, max(ks), spread, params)
+        acceptance = measure_acceptance(options, loaded, max(ks), spread(prompts, limit), params)
     rows = measure_costs(
         options, loaded, batches, ks, contexts, rounds, lambda items, total: progress(items, "timing", "replay", total)
     )

@@ -1,5 +1,6 @@
 """Files that commands write."""
 
+import os
 from pathlib import Path
 
 
@@ -16,3 +17,10 @@ def require_writable(option: str, path: str | None) -> None:
         raise ValueError(f"{option} is {path!r}, which cannot be written: {error.strerror}") from None
     if not existed:
         target.unlink()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or, where that is interrupted, not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

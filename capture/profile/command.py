@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from stepgraph.capture.profile.measure import best_schedule, measure_acceptance,
 from stepgraph.capture.request import SamplingParams
 from stepgraph.capture.schedule import SCHEDULE_KEY, require_int, show
 from stepgraph.kernels.environment import environment
-from stepgraph.kernels.output import require_writable
+from stepgraph.kernels.output import require_writable, write_whole
 from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 
@@ -51,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
     rounds, limit = require_int("--rounds", args.rounds, 1, 10_000), require_int("--limit", args.limit, 1)
     max_batch = max(batches) if args.max_batch is None else require_int("--max-batch", args.max_batch, 1, 1 << 16)
     params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
-    out = Path(args.out)
     require_writable("--out", args.out)
     drafter = args.drafter if max(ks) else "none"
     options = EngineOptions(
@@ -75,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
     }  # fmt: skip
     if acceptance is not None:
         document[SCHEDULE_KEY] = best_schedule(CostTable(rows), acceptance["reached"], max_batch, min(contexts))
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, out)
+    write_whole(Path(args.out), json.dumps(document, indent=1) + "\n")
     _show(document)
     return 0
 

@@ -1,17 +1,15 @@
 """`stepgraph bench serve`: the engine under an arrival trace on this machine, and what the simulator says of the same trace."""
 
 import argparse
-import json
-import sys
+from dataclasses import replace
 from itertools import cycle, islice
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine, load_target
-from stepgraph.capture.console import progress
+from stepgraph.capture.console import progress, report
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.experiments.prompt_sets import load_prompts
 from stepgraph.capture.policies import ADAPTIVE, policy_from_dict
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.policy:
         given = json_object("--policy-options", args.policy_options) or {}
         needs_cost = {"cost": cost} if args.policy != "ladder" else {"slots": {"1": {"ks": ks}}}
-        options = EngineOptions(**{**vars(options), "policy": args.policy, "policy_options": {**needs_cost, **given}})
+        options = replace(options, policy=args.policy, policy_options={**needs_cost, **given})
     engine = build_engine(options, loaded).engine
     engine.graphs.capture()
     fresh = engine.policy.to_dict()
@@ -91,13 +89,7 @@ def run(args: argparse.Namespace) -> int:
         "arrivals": args.arrivals, "env": environment(), "cost": cost.rows, "prefill_ms_per_token": server.prefill_ms_per_token,
         **rows, "errors": errors,
     }  # fmt: skip
-    if args.json == "-":
-        _show(rows, errors, sys.stderr)
-        print(json.dumps(document))
-        return 0
-    _show(rows, errors, sys.stdout)
-    if args.json:
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report(document, args.json, lambda out: _show(rows, errors, out))
     return 0
 
 

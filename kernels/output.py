@@ -20,7 +20,11 @@ def require_writable(option: str, path: str | None) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or, where that is interrupted, not at all."""
-    partial = path.with_name(path.name + ".partial")
+    """Write a file whole or, where that is interrupted, not at all. A link stays one; a device or a pipe is only written to."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
+    partial = target.with_name(target.name + ".partial")
     partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    os.replace(partial, target)

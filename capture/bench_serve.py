@@ -1,18 +1,15 @@
 """`stepgraph bench serve`: the engine under an arrival trace on this machine, and what the simulator says of the same trace."""
 
 import argparse
-import json
-import sys
+from dataclasses import replace
 from itertools import cycle, islice
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine, load_target
-from stepgraph.capture.console import shown
+from stepgraph.capture.console import progress, report, shown
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.experiments.prompt_sets import load_prompts
 from stepgraph.capture.policies import ADAPTIVE, make_adaptive, policy_from_dict
@@ -77,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     cost = CostTable(_step_times(options, loaded, ks, arrivals, rounds))
     if args.policy:
         needs_cost = {"cost": cost} if args.policy != "ladder" else {"slots": {"1": {"ks": ks}}}
-        options = EngineOptions(**{**vars(options), "policy": args.policy, "policy_options": {**needs_cost, **given}})
+        options = replace(options, policy=args.policy, policy_options={**needs_cost, **given})
     engine = build_engine(options, loaded).engine
     engine.graphs.capture()
     fresh = engine.policy.to_dict()
@@ -94,13 +91,7 @@ def run(args: argparse.Namespace) -> int:
         "arrivals": args.arrivals, "env": environment(), "cost": cost.rows, "prefill_ms_per_token": server.prefill_ms_per_token,
         **rows, "errors": errors,
     }  # fmt: skip
-    if args.json == "-":
-        _show(rows, errors, sys.stderr)
-        print(json.dumps(document))
-        return 0
-    _show(rows, errors, sys.stdout)
-    if args.json:
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report(document, args.json, lambda out: _show(rows, errors, out))
     return 0
 
 
@@ -118,10 +109,9 @@ def _step_times(options: EngineOptions, loaded, ks: list[int], arrivals, rounds:
     lengths = arrivals.prompt + arrivals.output // 2
     contexts = sorted({max(2, int(np.quantile(lengths, q))) for q in (0.1, 0.9)})
 
-    def bar(items, total):
-        return tqdm(items, desc="timing", unit="replay", total=total, leave=False, file=sys.stderr)
-
-    return measure_costs(options, loaded, batches, ks, contexts, rounds, bar)
+    return measure_costs(
+        options, loaded, batches, ks, contexts, rounds, lambda items, total: progress(items, "timing", "replay", total)
+    )
 
 
 def _prompts(arrivals, loaded) -> list[list[int]]:

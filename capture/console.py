@@ -1,7 +1,9 @@
 """What the commands show: streamed text, progress bars, tables, exit statuses."""
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -12,9 +14,22 @@ USAGE_ERROR = 2
 INTERRUPTED = 130  # what a shell reports after Ctrl-C
 
 
-def progress(items: Iterable, description: str, unit: str):
-    """`items` behind a progress bar on stderr that vanishes when done, and is absent when stderr is not a terminal."""
-    return tqdm(items, desc=description, unit=unit, leave=False, file=sys.stderr, disable=not sys.stderr.isatty())
+def progress(items: Iterable, description: str, unit: str, total: int | None = None):
+    """`items` behind a progress bar on stderr that vanishes when done, and is absent when stderr is not a terminal.
+
+    `total` is how many, for items without a length.
+    """
+    hidden = not sys.stderr.isatty()
+    return tqdm(items, desc=description, unit=unit, total=total, leave=False, file=sys.stderr, disable=hidden)
+
+
+def report(document: dict, path: str | None, show: Callable[[TextIO], None]) -> None:
+    """Show a result to a person and write it as JSON to `path`; with "-" the JSON is all of stdout, and `show` gets stderr."""
+    if path not in (None, "-"):  # kept before anything can go wrong with a terminal
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    show(sys.stderr if path == "-" else sys.stdout)
+    if path == "-":
+        print(json.dumps(document))
 
 
 class OrderedStream:

@@ -13,7 +13,7 @@ WARM_UP = 2
 KEPT = ("seq_len", "finished", "last_token", "history")
 
 
-def place_everywhere(state: DecodeState, context: int, block_size: int) -> None:
+def place_everywhere(state: DecodeState, context: int) -> None:
     """A running request of `context` tokens in each slot, each with blocks of its own."""
     blocks = state.block_table.shape[1]
     for slot in range(state.num_slots):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stepgraph.capture.schedule import require_int
+from stepgraph.capture.schedule import require_int, show
 from stepgraph.capture.state import MAX_LOGIT_BIAS, MAX_STOP_IDS, StepResult
 from stepgraph.capture.stops import StopStrings
 from stepgraph.kernels.rejection import Verify
@@ -27,7 +27,7 @@ def require_number(name: str, value: object, low: float, high: float, *, open_lo
     """Raise a ValueError that names the argument unless `value` is a finite real number in [low, high]."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or (open_low and value == low):
-        raise ValueError(f"{name} is {value!r}; allowed is a number in {'(' if open_low else '['}{low:g}, {high:g}]")
+        raise ValueError(f"{name} is {show(value)}; allowed is a number in {'(' if open_low else '['}{low:g}, {high:g}]")
 
 
 # Lossless methods by name; synthetic acceptance is an engine's affair, since its text means nothing.

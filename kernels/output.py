@@ -1,5 +1,6 @@
 """Files that commands write."""
 
+import os
 from pathlib import Path
 
 
@@ -16,3 +17,14 @@ def require_writable(option: str, path: str | None) -> None:
         raise ValueError(f"{option} is {path!r}, which cannot be written: {error.strerror}") from None
     if not existed:
         target.unlink()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or, where that is interrupted, not at all. A link stays one; a device or a pipe is only written to."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
+    partial = target.with_name(target.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, target)

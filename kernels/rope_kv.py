@@ -35,8 +35,6 @@ def write_kv_reference(cache: Tensor, values: Tensor, kv_slots: Tensor, scales: 
     Unwritten rows are sent to slot 0 of the null block (block 0) carrying what that slot holds already, so that the op has a
     fixed shape and the null block keeps its (finite) contents.
     """
-    if not cache.is_contiguous():
-        raise ValueError(f"rope_kv_write: the KV cache must be contiguous; strides are {cache.stride()}")
     flat = cache.view(-1, *cache.shape[2:])
     slots = kv_slots.reshape(-1).to(torch.int64)
     values = to_cache_dtype(values.reshape(-1, *cache.shape[2:]), cache.dtype, scales)
@@ -45,6 +43,13 @@ def write_kv_reference(cache: Tensor, values: Tensor, kv_slots: Tensor, scales: 
     written = (slots >= 0)[:, None, None]
     target = slots.clamp(min=0)
     flat.index_copy_(0, target, torch.where(written, values, flat[0]))
+
+
+def _require_contiguous(**caches: Tensor) -> None:
+    """Raise a ValueError before anything is written; the kernel, which takes blocks that lie apart, does not ask."""
+    for name, cache in caches.items():
+        if not cache.is_contiguous():
+            raise ValueError(f"rope_kv_write: {name} must be contiguous; strides are {cache.stride()}")
 
 
 def check_rope_kv_write(
@@ -102,6 +107,7 @@ def rope_kv_write_reference(
         kv_scales: `[2, KV]` float32, what keys (row 0) and values (row 1) of each head are divided by in an fp8 (e4m3) cache;
             needed there, ignored elsewhere.
     """
+    _require_contiguous(k_cache=k_cache, v_cache=v_cache)
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.contiguous().view(*qkv.shape[:2], num_heads + 2 * kv_heads, head_dim)
     qk, v = heads.split([num_heads + kv_heads, kv_heads], dim=2)
@@ -129,6 +135,7 @@ def rope_kv_write_cpu(
     kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Same contract and bits; fewer operators, and rows without a slot are left out instead of being sent to the null block."""
+    _require_contiguous(k_cache=k_cache, v_cache=v_cache)
     kv_heads, head_dim = k_cache.shape[2:]
     if qkv.dtype not in (torch.float32, torch.float64) or k_cache.dtype != qkv.dtype or rope.dtype != qkv.dtype:
         return rope_kv_write_reference(

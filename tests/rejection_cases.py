@@ -4,7 +4,9 @@ import math
 
 import torch
 
+from stepgraph.kernels.philox import Stream
 from stepgraph.kernels.rejection import Verify, rejection_sample
+from stepgraph.kernels.sampling import draw
 
 NAN, INF = math.nan, math.inf
 
@@ -39,6 +41,12 @@ def run(logits, drafts, law=None, *, temperature=1.0, top_k=0, top_p=1.0, min_p=
     assert ((final >= 0) & (final < logits.shape[2])).all()
     assert (emitted[column > accepted[:, None]] == -1).all()
     return emitted, accepted
+
+
+def drafted(law, column: int = 0, base: int = 7, stream: Stream = Stream.DRAFT):
+    """Drafts of seeds 0 .. N − 1 for `law [N, V]`, as a drafter draws them."""
+    rows = torch.arange(law.shape[0])
+    return draw(law, rows, torch.full_like(rows, base + 1 + column), torch.full_like(rows, base), int(stream))
 
 
 def arguments(batch: int, k: int, vocab: int, seed: int = 0, **changes) -> list:

@@ -48,7 +48,7 @@ def mode_rows(
     """
     options = random_options(model, drafter, max(ks), max(batches), context)
     step = build_engine(options, loaded).engine.graphs.step
-    place_everywhere(step.state, context, options.block_size)
+    place_everywhere(step.state, context)
     for batch in batches:
         for k in ks:
             key = GraphKey(batch, k)

@@ -15,7 +15,7 @@ from statistics import median, quantiles
 import torch
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
-from stepgraph.capture.experiments.prompt_sets import load_prompts
+from stepgraph.capture.experiments.prompt_sets import load_prompts, spread
 from stepgraph.capture.experiments.results import Table
 from stepgraph.capture.prompts import encode_prompt
 from stepgraph.capture.request import SamplingParams
@@ -133,9 +133,7 @@ def peer_rows(dtype: str, prompts: int, new_tokens: int) -> Iterator[dict]:
         new_tokens: of each answer, whatever the model says of its end.
     """
     loaded = load_model(MODEL, dtype=DTYPES[dtype])
-    records = load_prompts("own")
-    chosen = records[:: max(1, len(records) // prompts)][:prompts]
-    ids = [encode_prompt(record.prompt, loaded.tokenizer) for record in chosen]
+    ids = [encode_prompt(record.prompt, loaded.tokenizer) for record in spread(load_prompts("own"), prompts)]
     runs: dict[str, Run] = {}
     absent: dict[str, str] = {}
     for name, generate in providers(loaded, max(map(len, ids)) + new_tokens + 1):

@@ -7,10 +7,14 @@ Only their data files are read; nothing of these packages is imported.
 
 import gzip
 import json
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import TypeVar
 
 from stepgraph.capture.prompts import PromptRecord, read_prompts
+
+T = TypeVar("T")
 
 OWN = Path(__file__).resolve().parents[2] / "benchmarks" / "prompts.jsonl"
 # set -> (package, data file, fields of id and prompt)
@@ -48,3 +52,9 @@ def load_prompts(name: str) -> list[PromptRecord]:
         PromptRecord(str(entry[id_field]), name, text[0] if isinstance(text, list) else text)
         for entry, text in zip(entries, texts, strict=True)
     ]
+
+
+def spread(prompts: Sequence[T], most: int) -> list[T]:
+    """At most `most` of the prompts, evenly over the set, whose neighbours are of one category."""
+    count = min(most, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]

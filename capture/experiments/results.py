@@ -8,7 +8,6 @@ A script draws its table from the committed files of all devices; `--rerun` meas
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from tqdm.auto import tqdm
 
 from stepgraph.capture.cli import guarded
 from stepgraph.kernels.environment import device_slug, environment
+from stepgraph.kernels.output import write_whole
 
 SCHEMA = "stepgraph.results/1"
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -66,12 +66,10 @@ class Experiment:
 def save(path: Path, content: dict) -> None:
     """Write a results file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     head = {field: content[field] for field in FIELDS if field != "rows"}
     # A row on a line: a re-measured row is a line of the difference.
     rows = ",\n".join(json.dumps(row) for row in content["rows"])
-    partial.write_text(json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{rows}\n]}}\n', encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{rows}\n]}}\n')
 
 
 def load(path: Path) -> dict:

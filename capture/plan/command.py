@@ -2,16 +2,14 @@
 
 import argparse
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
 
 from stepgraph.capture.build import DTYPES
-from stepgraph.capture.console import progress
+from stepgraph.capture.console import progress, report
 from stepgraph.capture.phases import PHASES
 from stepgraph.capture.plan.gpus import GPUS, gpu_named
 from stepgraph.capture.plan.kernels import compiled_kernels, kernels_from_gate, unknown_kernels
@@ -103,12 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot:
         plot_plan(plan, args.plot)
-    if args.json not in (None, "-"):
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    out = sys.stderr if args.json == "-" else sys.stdout
-    print_plan(plan, out, document.get("measured", []))
-    if args.json == "-":
-        print(json.dumps(document))
+    report(document, args.json, lambda out: print_plan(plan, out, document.get("measured", [])))
     return 0
 
 

@@ -36,7 +36,7 @@ def measure(plan: Plan, model: str, drafter: str, dtype: str, block_size: int, c
     )  # fmt: skip
     engine = build_engine(options).engine
     step, keys = engine.graphs.step, KeySet(GraphKey(key.batch, key.k) for key in plan.keys)
-    place_everywhere(step.state, context, block_size)
+    place_everywhere(step.state, context)
     rows = []
     for key in plan.keys:
         row: dict = {"batch": key.batch, "k": key.k}

@@ -1,10 +1,12 @@
 """What the policies that learn have in common: a set of k that any batch may run at, and acceptance by position."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.keys import MAX_BATCH, KeySet, reachable_keys
 from stepgraph.capture.schedule import DEFAULT_MAX_K, require_int, show
 
@@ -28,6 +30,19 @@ def checked_number(name: str, value: Any, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise ValueError(f"{name} is {show(value)}; it must be a number from {low:g} to {high:g}.")
     return float(value)
+
+
+def table_and_ks(cost: CostTable | str | os.PathLike[str], ks: Iterable[int] | None) -> tuple[CostTable, tuple[int, ...]]:
+    """The step times, read where `cost` is the path of a profile, and the k to choose from, all of the table's for None.
+
+    Raises:
+        ValueError: the profile cannot be read, or the table lacks one of the k.
+    """
+    table = cost if isinstance(cost, CostTable) else CostTable.load(cost)
+    checked = checked_ks(table.ks if ks is None else ks)
+    if missing := set(checked) - table.ks:
+        raise ValueError(f"ks has {min(missing)}; the cost table has {', '.join(map(str, sorted(table.ks)))}.")
+    return table, checked
 
 
 class AnyBatch:

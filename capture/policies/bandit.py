@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from stepgraph.capture.cost_table import CostTable
-from stepgraph.capture.policies.adaptive import AnyBatch, checked_ks, checked_number
+from stepgraph.capture.policies.adaptive import AnyBatch, checked_number, table_and_ks
 from stepgraph.capture.policies.saved import saved_counts, saved_key, saved_list, saved_object
 from stepgraph.capture.schedule import require_int
 
@@ -38,10 +38,7 @@ class BanditPolicy(AnyBatch):
         exploration: float = 0.1,
         hold_steps: int = 8,
     ):
-        self.cost = cost if isinstance(cost, CostTable) else CostTable.load(cost)
-        self._ks = checked_ks(self.cost.ks if ks is None else ks)
-        if missing := set(self._ks) - self.cost.ks:
-            raise ValueError(f"ks has {min(missing)}; the cost table has {', '.join(map(str, sorted(self.cost.ks)))}.")
+        self.cost, self._ks = table_and_ks(cost, ks)
         self.exploration = checked_number("exploration", exploration, 0, 100)
         self.hold_steps = require_int("hold_steps", hold_steps, 1)
         self._plays: dict[int, list[list[float]]] = {}  # octave -> [steps, summed reward] of each k

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stepgraph.capture.keys import MAX_BATCH
+from stepgraph.capture.policies.adaptive import checked_number
 from stepgraph.capture.schedule import Schedule, require_int, show
 from stepgraph.capture.state import DecodeState
 from stepgraph.kernels.advance import RUNNING
@@ -120,8 +121,7 @@ class DeviceAcceptancePolicy(DevicePolicy):
         device: torch.device | str = "cpu",
     ):
         for name, value in (("decay", decay), ("start", start), *(("a threshold", each) for each in thresholds)):
-            if type(value) not in (int, float) or not 0 <= value <= 1:
-                raise ValueError(f"{name} is {show(value)}; it must be a number from 0 to 1.")
+            checked_number(name, value, 0, 1)
         _ascending("ks", ks)
         if len(thresholds) != len(ks) - 1:
             raise ValueError(f"thresholds has {len(thresholds)} values; {len(ks)} values of k need {len(ks) - 1}.")

@@ -11,9 +11,9 @@ from stepgraph.capture.policies.adaptive import (
     AnyBatch,
     PositionRates,
     RequestRates,
-    checked_ks,
     checked_number,
     expected_tokens,
+    table_and_ks,
 )
 from stepgraph.capture.policies.saved import saved_key, saved_list, saved_object, saved_rates
 from stepgraph.capture.schedule import require_int, show
@@ -67,10 +67,7 @@ class GoodputPolicy(AnyBatch):
         hold_steps: int = 8,
         probe_interval: int = 200,
     ):
-        self.cost = cost if isinstance(cost, CostTable) else CostTable.load(cost)
-        self._ks = checked_ks(self.cost.ks if ks is None else ks)
-        if missing := set(self._ks) - self.cost.ks:
-            raise ValueError(f"ks has {min(missing)}; the cost table has {', '.join(map(str, sorted(self.cost.ks)))}.")
+        self.cost, self._ks = table_and_ks(cost, ks)
         self.prior = _checked_prior(prior)
         self.iid, self.learn = _checked_switch("iid", iid), _checked_switch("learn", learn)
         self.memory = checked_number("memory", memory, 0, 1)
@@ -83,16 +80,15 @@ class GoodputPolicy(AnyBatch):
         self._of_prior = expected_tokens(np.array(by_position)).tolist()
         self._all = PositionRates(by_position, self.memory, WEIGHT, self.iid)
         self._own = RequestRates(self._ks[-1], self.request_memory, WEIGHT, self.iid)
-        self._times: dict[tuple[int, int | None], list[float]] = {}
         self._at: int | None = None  # index of the chosen k
         self._age = 0
         self._unseen = 0  # steps since a k above the chosen one last ran
 
     def choose(self, batch: int, context: int | None = None, requests: Sequence[int] | None = None) -> int:
         require_int("batch", batch, 1)
-        expected = self._expected(batch, requests)
+        expected = self._expected(requests)
         context = None if context is None else context - context % CONTEXT_GRAIN
-        promised = [expected[k] / ms for k, ms in zip(self._ks, self._step_ms(batch, context), strict=True)]
+        promised = [expected[k] / self.cost.step_ms(batch, k, context) for k in self._ks]
         best = promised.index(max(promised))  # the smallest of equals
         self._age += 1
         settled = self._at is not None and self._age <= self.hold_steps
@@ -105,15 +101,6 @@ class GoodputPolicy(AnyBatch):
         self._unseen = 0
         return self._ks[larger]
 
-    def _step_ms(self, batch: int, context: int | None) -> list[float]:
-        """Step times of each k."""
-        key = (batch, context)
-        if key not in self._times:
-            if len(self._times) > 4096:  # of a run that wanders
-                self._times.clear()
-            self._times[key] = [self.cost.step_ms(batch, k, context) for k in self._ks]
-        return self._times[key]
-
     def observe(self, k_run: int, accepted: Sequence[int], lag: int = 0, requests: Sequence[int] | None = None) -> None:
         if not self.learn or k_run == 0 or not accepted:
             return
@@ -123,7 +110,7 @@ class GoodputPolicy(AnyBatch):
         if requests is not None:
             self._own.observe(k, requests, counts)
 
-    def _expected(self, batch: int, requests: Sequence[int] | None) -> list[float]:
+    def _expected(self, requests: Sequence[int] | None) -> list[float]:
         """`[largest k + 1]`: expected tokens of a step by k, up to a factor."""
         if not self.learn or not self._ks[-1]:
             return self._of_prior

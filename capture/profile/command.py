@@ -2,23 +2,22 @@
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from tqdm.auto import tqdm
 
 from stepgraph.capture.build import DTYPES, EngineOptions, load_target
+from stepgraph.capture.console import progress
 from stepgraph.capture.cost_table import SCHEMA, CostTable
-from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts
+from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts, spread
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.profile.measure import best_schedule, measure_acceptance, measure_costs, measure_prefill
 from stepgraph.capture.request import SamplingParams
 from stepgraph.capture.schedule import SCHEDULE_KEY, require_int, show
 from stepgraph.kernels.environment import environment
-from stepgraph.kernels.output import require_writable
+from stepgraph.kernels.output import require_writable, write_whole
 from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
 
 
@@ -51,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
     rounds, limit = require_int("--rounds", args.rounds, 1, 10_000), require_int("--limit", args.limit, 1)
     max_batch = max(batches) if args.max_batch is None else require_int("--max-batch", args.max_batch, 1, 1 << 16)
     params = SamplingParams(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
-    out = Path(args.out)
     require_writable("--out", args.out)
     drafter = args.drafter if max(ks) else "none"
     options = EngineOptions(
@@ -62,14 +60,12 @@ def run(args: argparse.Namespace) -> int:
     if prompts and loaded.tokenizer is None:
         raise ValueError(f"--prompts is {args.prompts!r}; {loaded.name} has no tokenizer, so give --prompts none")
 
-    def bar(items, total):
-        return tqdm(items, desc="timing", unit="replay", total=total, leave=False, file=sys.stderr)
-
     acceptance = None
     if prompts:
-        spread = prompts[:: max(1, len(prompts) // limit)][:limit]
-        acceptance = measure_acceptance(options, loaded, max(ks), spread, params)
-    rows = measure_costs(options, loaded, batches, ks, contexts, rounds, bar)
+        acceptance = measure_acceptance(options, loaded, max(ks), spread(prompts, limit), params)
+    rows = measure_costs(
+        options, loaded, batches, ks, contexts, rounds, lambda items, total: progress(items, "timing", "replay", total)
+    )
     document = {
         "schema": SCHEMA, "model": loaded.name, "drafter": drafter, "dtype": args.dtype, "mode": args.mode,
         "temperature": args.temperature, "env": environment(), "prefill_ms_per_token": measure_prefill(options, loaded),
@@ -77,14 +73,7 @@ def run(args: argparse.Namespace) -> int:
     }  # fmt: skip
     if acceptance is not None:
         document[SCHEDULE_KEY] = best_schedule(CostTable(rows), acceptance["reached"], max_batch, min(contexts))
-    text = json.dumps(document, indent=1) + "\n"
-    out = out.resolve()  # a link stays one
-    if out.is_file() or not out.exists():
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, out)
-    else:  # a device or a pipe is written to, never replaced
-        out.write_text(text, encoding="utf-8")
+    write_whole(Path(args.out), json.dumps(document, indent=1) + "\n")
     _show(document)
     return 0
 

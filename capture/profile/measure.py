@@ -53,7 +53,7 @@ def measure_costs(
 
     def replays():
         for context in contexts:
-            place_everywhere(step.state, context, options.block_size)
+            place_everywhere(step.state, context)
             for key, elapsed_ms in time_replays(graphs, keys, rounds):
                 yield key, context, elapsed_ms
 
@@ -76,7 +76,7 @@ def measure_prefill(options: EngineOptions, loaded: LoadedModel, tokens: int = 6
     k = 0 if options.drafter == "none" else max(options.k or 0, 1)  # at k = 0 a drafter would have no prompt to run
     options = replace(options, k=k, schedule=None, policy=None, policy_options=None, max_batch=1, max_len=tokens + 8)
     step = build_engine(options, loaded).engine.graphs.step
-    place_everywhere(step.state, tokens, options.block_size)
+    place_everywhere(step.state, tokens)
     times_ms = []
     for _ in range(rounds + 1):
         start_s = time.perf_counter()

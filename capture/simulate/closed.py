@@ -7,6 +7,7 @@ import numpy as np
 
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.policies import KPolicy
+from stepgraph.capture.simulate.report import count_switches
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,21 @@ class ClosedRun:
         return 1 - best.ms_per_token / self.ms_per_token
 
 
-def emitted_by_k(counts: np.ndarray, ks: Sequence[int]) -> np.ndarray:
-    """`[steps, ks]`: tokens that a step emits at each k, from counts `[steps, batch]` of accepted drafts at k_max."""
-    batch = counts.shape[1]
-    return np.stack([np.minimum(counts, k).sum(1, dtype=np.int64) + batch for k in ks], 1)
+def emitted(counts: np.ndarray, k: int | np.ndarray) -> np.ndarray:
+    """`[steps]`: tokens that each step emits at k, one for all or `[steps, 1]`, from counts `[steps, batch]` of accepted drafts
+    at k_max.
+    """
+    return np.minimum(counts, k).sum(1, dtype=np.int64) + counts.shape[1]
 
 
 def run_choices(name: str, choices: np.ndarray, counts: np.ndarray, cost: CostTable, ks: Sequence[int]) -> ClosedRun:
     """A run whose k are known: `choices [steps]` are indices into `ks`."""
     batch = counts.shape[1]
-    tokens = emitted_by_k(counts, ks)[np.arange(len(choices)), choices].sum()
+    tokens = emitted(counts, np.array(ks, dtype=counts.dtype)[choices, None]).sum()
     steps = np.bincount(choices, minlength=len(ks))
     elapsed = float(sum(n * cost.step_ms(batch, k) for n, k in zip(steps.tolist(), ks, strict=True)))
-    switches = int((choices[1:] != choices[:-1]).sum())
     by_k = {k: n for k, n in zip(ks, steps.tolist(), strict=True) if n}
-    return ClosedRun(name, len(choices), batch, int(tokens), elapsed, switches, by_k)
+    return ClosedRun(name, len(choices), batch, int(tokens), elapsed, count_switches(choices), by_k)
 
 
 def fixed_runs(counts: np.ndarray, cost: CostTable, ks: Sequence[int]) -> list[ClosedRun]:
@@ -68,7 +69,7 @@ def oracle_run(counts: np.ndarray, cost: CostTable, ks: Sequence[int]) -> Closed
     Ratios of single steps are not the ratio of sums, so the step's worth is tokens − rate · time at the best rate there is,
     found by repetition (Dinkelbach 1967); a few rounds settle it.
     """
-    tokens = emitted_by_k(counts, ks)
+    tokens = np.stack([emitted(counts, k) for k in ks], 1)
     times = np.array([cost.step_ms(counts.shape[1], k) for k in ks])
     rate = 0.0
     for _ in range(50):

@@ -2,17 +2,15 @@
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TextIO
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.capture.console import shown
+from stepgraph.capture.console import report, shown
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.policies import ADAPTIVE, FixedPolicy, KPolicy, SchedulePolicy, make_adaptive
 from stepgraph.capture.policies.ladder import PUBLISHED, Rungs
@@ -81,13 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "schema": SCHEMA, "world": args.world, "arrivals": args.arrivals, "seed": args.seed, "lag": args.lag, "ks": ks,
         "cost": cost.rows, "seconds": round(time.perf_counter() - start_s, 3), "rows": rows,
     }  # fmt: skip
-    if args.json == "-":
-        _show(rows, sys.stderr)
-        print(json.dumps(document))
-        return 0
-    _show(rows, sys.stdout)
-    if args.json:
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    report(document, args.json, lambda out: _show(rows, out))
     return 0
 
 

@@ -83,7 +83,7 @@ def serve(name: str, policy: KPolicy | None, server: Server, arrivals: Arrivals,
         raise ValueError(f"policy {name} may ask k={wrong[0]}; the world has {', '.join(map(str, oracle_ks))}.")
     total, cost = len(arrivals), server.cost
     at_ms, prompt_left = arrivals.at_ms, arrivals.prompt - 1  # the last prompt token is the first step's input
-    done, prompt_left = np.zeros(total, dtype=np.int64), prompt_left.copy()
+    done = np.zeros(total, dtype=np.int64)
     first_ms, last_ms = np.full(total, np.nan), np.zeros(total)
     prefilling: deque[int] = deque()
     running = np.empty(0, dtype=np.int64)
@@ -109,8 +109,8 @@ def serve(name: str, policy: KPolicy | None, server: Server, arrivals: Arrivals,
         counts, left = texts.counts[texts.first[running] + starts], arrivals.output[running] - starts
         requests = running.tolist()
         if policy is None:
-            promised = [np.minimum(counts, k).sum() + batch for k in oracle_ks]
-            k = max(oracle_ks, key=lambda k: promised[oracle_ks.index(k)] / cost.step_ms(batch, k, context))
+            promised = [(np.minimum(counts, k).sum() + batch) / cost.step_ms(batch, k, context) for k in oracle_ks]
+            k = oracle_ks[int(np.argmax(promised))]
         else:
             k = policy.choose(batch, context, requests)
         step_ms = cost.step_ms(batch, k, context)

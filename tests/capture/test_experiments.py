@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def test_a_damaged_file_is_named(tmp_path, content, capsys):
 def test_environment_command(capsys):
     assert command_line(["env"]) == 0
     assert json.loads(capsys.readouterr().out)["cpu_cores"] >= 1
+
+
+@pytest.mark.parametrize("most", [1, 4, 8, 16, 23, 24, 99])
+def test_a_part_of_a_set_is_spread_over_its_categories(most):
+    own = prompt_sets.load_prompts("own")
+    part = prompt_sets.spread(own, most)
+    assert len(part) == len({record.id for record in part}) == min(most, 24)
+    counts = Counter(record.category for record in part)
+    assert len(counts) == min(most, 4)
+    assert max(counts.values()) - min(counts.values()) <= 1
+    assert prompt_sets.spread([], most) == []
 
 
 def test_prompt_sets(tmp_path, monkeypatch):

@@ -213,6 +213,11 @@ def test_wrong_values_are_refused_by_name(options, message):
         SamplingParams(**options)
 
 
+def test_a_number_that_python_will_not_print_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"temperature is an enormous int; allowed is a number in \[0, 100\]"):
+        SamplingParams(temperature=10**5000)
+
+
 def test_what_only_an_engine_can_refuse():
     with pytest.raises(ValueError, match="logit_bias has token id 61; allowed are integers from 0 to 60"):
         engine().add([1], SamplingParams(logit_bias={61: 1.0}))

@@ -280,6 +280,18 @@ def test_no_slot_at_all():
 
 
 @every_dtype
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_cache_whose_blocks_lie_apart_is_refused_before_anything_is_written(dtype, name):
+    inputs = rope_world(dtype)
+    inputs[name] = inputs[name].repeat_interleave(2, 0)[::2]
+    before = {each: inputs[each].clone() for each in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=f"rope_kv_write: {name} must be contiguous; strides are"):
+        rope_kv_write(*inputs.values())
+    for each, old in before.items():
+        assert torch.equal(inputs[each], old)
+
+
+@every_dtype
 @pytest.mark.parametrize("norms", [False, True])
 def test_rope_rows_have_the_bits_of_a_row_alone(dtype, norms):
     inputs = rope_world(dtype, rows=4, query_len=3, head_dim=10, norms=norms)

@@ -106,7 +106,7 @@ def switch_rows(device: torch.device, samples: int, row: Callable[[str, int, lis
     options = EngineOptions("random:tiny-llama", "ngram", k=3, max_batch=2, max_len=64, dtype="float32")
     engine = build_engine(options).engine
     step = engine.graphs.step
-    place_everywhere(step.state, 8, options.block_size)
+    place_everywhere(step.state, 8)
     step.state.set_rows([0, 1])
     kept = step.state.seq_len.clone()
     policy = DeviceTablePolicy(Schedule.parse([[1, 2, 3]]), 2, device)

@@ -1,12 +1,10 @@
 """The `stepgraph` command. Bad input ends with one sentence on stderr and a non-zero exit, never with a traceback."""
 
 import argparse
-import os
 import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from stepgraph.capture.console import INTERRUPTED, USAGE_ERROR
+from stepgraph.kernels.command import USAGE_ERROR, guarded
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,10 +12,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         self.exit(USAGE_ERROR, f"stepgraph: error: {message}\n")
-
-
-def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
-    print(f"stepgraph: warning: {message}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,27 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
     compile_gate = commands.add_parser("compile", help="compile every kernel for GPUs that need not be here", add_help=False)
     compile_gate.set_defaults(run=None)
     return parser
-
-
-def guarded(run: Callable[[], int]) -> int:
-    """Run a command; errors become one sentence. Returns the exit status."""
-    warnings.showwarning = _show_warning
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        getattr(sys, name).reconfigure(errors="replace")  # a terminal that cannot show a character still gets the rest
-    try:
-        return run()
-    except KeyboardInterrupt:
-        print("stepgraph: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output went away; there is nobody left to tell. Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"stepgraph: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return USAGE_ERROR
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
 
-USAGE_ERROR = 2
-INTERRUPTED = 130  # what a shell reports after Ctrl-C
-
 
 def progress(items: Iterable, description: str, unit: str, total: int | None = None):
     """`items` behind a progress bar on stderr that vanishes when done, and is absent when stderr is not a terminal.

@@ -79,7 +79,9 @@ class Engine:
         self._in_flight: deque[LaunchedStep] = deque()
         self._next_id = 0
         self._requests: dict[int, Request] = {}
-        self._outputs: dict[int, RequestOutput] = {}  # finished, not handed out yet
+        # Finished and not handed out yet: what `step` returns, and what a running `generate` collects.
+        self._outputs: dict[int, RequestOutput] = {}
+        self._collected: dict[int, RequestOutput] = {}
 
     # -- request by request ---------------------------------------------------------------------------------------------
 
@@ -98,7 +100,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Admit, run at most one prompt chunk, run one decoding step; returns the requests that have finished since the
-        last call.
+        last call. Those of a `generate` that runs are left to it, should one of its callbacks call this.
         """
         self._run_step()
         return [self._outputs.pop(request_id) for request_id in list(self._outputs)]
@@ -110,7 +112,7 @@ class Engine:
             raise ValueError(f"request {request_id} is not running")
         self._finish(request, FinishReason.ABORTED)
         # A `generate` that this call interrupts still has to hand the output to its own caller.
-        return self._outputs[request_id] if request.in_generate else self._outputs.pop(request_id)
+        return self._collected[request_id] if request.in_generate else self._outputs.pop(request_id)
 
     # -- all at once ----------------------------------------------------------------------------------------------------
 
@@ -133,6 +135,10 @@ class Engine:
         A keyboard interrupt ends every request with what it has; `interrupted` then says so. Any other exception of a
         callback ends them too and goes on to the caller.
         """
+        if isinstance(prompts, str):  # a sequence of texts as well, one for each character
+            raise ValueError(f"prompts is the text {prompts[:40]!r}; allowed are sequences of prompts, as [text] is")
+        if not isinstance(params, SamplingParams | Sequence):
+            raise ValueError(f"params is {params!r}; allowed are SamplingParams, and sequences of them")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling parameters were given for {len(prompts)} prompts")
@@ -148,8 +154,8 @@ class Engine:
             self.graphs.capture()
             while remaining:
                 self._run_step()
-                for request_id in [request_id for request_id in self._outputs if request_id in remaining]:
-                    outputs[request_id] = self._outputs.pop(request_id)
+                for request_id in [request_id for request_id in self._collected if request_id in remaining]:
+                    outputs[request_id] = self._collected.pop(request_id)
                     remaining.discard(request_id)
                     if on_finish is not None:
                         on_finish(outputs[request_id])
@@ -160,8 +166,8 @@ class Engine:
                 request.on_text = None
                 if request.id in self._requests:
                     self._finish(request, FinishReason.ABORTED)
-                if request.id in self._outputs:
-                    outputs[request.id] = self._outputs.pop(request.id)
+                if request.id in self._collected:
+                    outputs[request.id] = self._collected.pop(request.id)
         if self.interrupted and on_finish is not None:
             for request_id in sorted(remaining):
                 on_finish(outputs[request_id])
@@ -283,7 +289,8 @@ class Engine:
         request.unsent += request.flush_text()
         rest = request.unsent
         request.text += rest
-        self._outputs[request.id] = output = request.output(reason)
+        output = request.output(reason)
+        (self._collected if request.in_generate else self._outputs)[request.id] = output
         self.stats.add(output)
         if rest and request.on_text is not None:
             request.on_text(request.id, rest)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
-from stepgraph.capture.console import INTERRUPTED, OrderedStream, graphs_table, progress, stats_table
+from stepgraph.capture.console import OrderedStream, graphs_table, progress, stats_table
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.launched import StepRecord
 from stepgraph.capture.metrics import StepMetrics, write_prometheus
@@ -18,6 +18,7 @@ from stepgraph.capture.policies import ADAPTIVE
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import VERIFY, FinishReason, RequestOutput, SamplingParams
 from stepgraph.capture.schedule import json_object
+from stepgraph.kernels.command import INTERRUPTED
 from stepgraph.kernels.output import require_writable
 from stepgraph.model.drafters.early_stop import KNOWN as EARLY_STOPS
 from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS

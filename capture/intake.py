@@ -52,6 +52,8 @@ class Intake:
 
     def request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> Request:
         """Raises a ValueError when the prompt is empty, has unknown token ids, or the request can never fit."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params is {params!r}; allowed are SamplingParams")
         ids, state, scheduler = self._prompt_ids(prompt), self.scheduler.state, self.scheduler
         if len(ids) >= state.max_len:
             raise ValueError(f"the prompt has {len(ids)} tokens; max_len={state.max_len} leaves room for {state.max_len - 1}")
@@ -92,6 +94,8 @@ class Intake:
             if self.tokenizer is None:
                 raise ValueError("the model has no tokenizer; give prompts as token ids")
             ids = self.tokenizer.encode(prompt)
+        elif not isinstance(prompt, Iterable):
+            raise ValueError(f"a prompt is {prompt!r}; allowed are texts and sequences of token ids")
         else:
             ids = list(prompt)
         if not ids:

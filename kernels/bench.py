@@ -18,6 +18,7 @@ import torch
 
 from stepgraph.kernels import bench_tail
 from stepgraph.kernels.bench_cases import CASES, Case
+from stepgraph.kernels.command import guarded
 from stepgraph.kernels.output import require_writable
 from stepgraph.kernels.testing import assert_kernel_close
 from stepgraph.kernels.timing import cold_sets, copy_bandwidth, environment, time_calls
@@ -98,4 +99,4 @@ def line(row: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, "python -m stepgraph.kernels.bench"))

@@ -55,6 +55,8 @@ def check_rows(op: str, rows: int, **tensors: Tensor) -> None:
 def check_cache(op: str, k_cache: Tensor, v_cache: Tensor, kv_scales: Tensor | None, head_dim: int | None = None) -> None:
     """Raise unless the two are a paged KV cache `[blocks, block_size, KV, D]` of one dtype, with scales where it is fp8."""
     check_tensor(op, "k_cache", k_cache, (None, None, None, head_dim))
+    if 0 in k_cache.shape[1:]:
+        raise ValueError(f"{op}: k_cache is {list(k_cache.shape)}; allowed is [blocks, block_size, KV, D] with each ≥ 1")
     check_tensor(op, "v_cache", v_cache, tuple(k_cache.shape), k_cache.dtype)
     if k_cache.dtype.itemsize == 1:
         if kv_scales is None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from stepgraph.kernels.command import guarded
 from stepgraph.kernels.output import require_writable
 
 ARCHES = (80, 90, 100)
@@ -161,7 +162,13 @@ def run(arches: list[int], quick: bool, jobs: int, keep: Path | None = None) -> 
             )
             for shard in range(jobs)
         ]
-        errors = [worker.communicate()[1] for worker in workers]
+        try:
+            errors = [worker.communicate()[1] for worker in workers]
+        finally:  # an interrupt may reach this process alone; those that it started are not to go on without it
+            for worker in workers:
+                worker.terminate()
+            for worker in workers:
+                worker.wait()
         for worker, error in zip(workers, errors, strict=True):
             if worker.returncode:
                 raise RuntimeError(f"a compile worker failed:\n{error[-4000:]}")
@@ -216,6 +223,11 @@ def main(argv: list[str] | None = None) -> int:
             require_writable("--json", options.json)
         except ValueError as error:
             parser.error(str(error))
+    if options.keep is not None:
+        try:
+            options.keep.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--keep is {str(options.keep)!r}, which cannot be a folder: {error.strerror}")
     rows = run(arches, options.quick, options.jobs, options.keep)
     if options.json == "-":
         print(json.dumps(rows))
@@ -231,4 +243,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, "stepgraph compile"))

@@ -8,7 +8,18 @@ a Triton kernel with a fixed tile, and without it the library's product.
 import torch
 from torch import Tensor
 
+from stepgraph.kernels.checks import check_tensor
 from stepgraph.kernels.registry import implementation, register
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = True) -> None:
+    """Raise a ValueError where `linear` has no meaning."""
+    check_tensor("linear", "x", x, (..., None))
+    check_tensor("linear", "weight", weight, (None, x.shape[-1]), x.dtype)
+    if weight.shape[1] == 0:
+        raise ValueError(f"linear: weight is {list(weight.shape)}; allowed is [N, K] with K ≥ 1")
+    if bias is not None:
+        check_tensor("linear", "bias", bias, (weight.shape[0],), x.dtype)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
@@ -54,4 +65,5 @@ linear = register(
     cuda=linear_cuda,
     triton="stepgraph.kernels.linear_triton:linear_triton",
     fake=lambda x, weight, bias, invariant: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    check=check_linear,
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stepgraph.kernels import tables
 from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch, target_of
+from stepgraph.kernels.linear import check_linear
 
 BLOCK_M = 64  # rows of a tile; 16 for float32, which has no tensor cores here. Decides bits, hence a constant.
 BLOCK_M_FLOAT32 = 16
@@ -91,10 +92,12 @@ def linear_triton(
     `config` overrides the frozen table.
     """
     check_kernel_dtype("linear", x, weight, bias)
+    check_linear(x, weight, bias, invariant)
     if not weight.is_contiguous():
         raise ValueError(f"linear: the weight must be contiguous; strides are {weight.stride()}")
     width, depth = weight.shape
     x = dense(x)
+    bias = None if bias is None else dense(bias)
     rows = x.numel() // depth
     config = config or tables.lookup(
         "linear",

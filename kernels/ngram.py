@@ -15,6 +15,8 @@ def check_ngram_propose(history: Tensor, slots: Tensor, last_position: Tensor, k
     """Raise a ValueError where `ngram_propose` has no meaning."""
     op = "ngram_propose"
     check_tensor(op, "history", history, (None, None), torch.int64)
+    if history.shape[1] == 0:
+        raise ValueError(f"{op}: history is {list(history.shape)}; allowed is [S, max_len] with max_len ≥ 1")
     check_tensor(op, "slots", slots, (None,), torch.int64)
     check_tensors(op, tuple(slots.shape), torch.int64, last_position=last_position)
     if k < 0:

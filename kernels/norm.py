@@ -11,15 +11,21 @@ from stepgraph.kernels.dtypes import accumulation_dtype
 from stepgraph.kernels.registry import register
 
 
+def _check_rows(op: str, x: Tensor) -> None:
+    check_tensor(op, "x", x, (..., None))
+    if x.shape[-1] == 0:
+        raise ValueError(f"{op}: x is {list(x.shape)}; allowed is [..., N] with N ≥ 1")
+
+
 def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     """Raise a ValueError where `rms_norm` has no meaning."""
-    check_tensor("rms_norm", "x", x, (..., None))
+    _check_rows("rms_norm", x)
     check_tensor("rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
 
 
 def check_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
     """Raise a ValueError where `add_rms_norm` has no meaning."""
-    check_tensor("add_rms_norm", "x", x, (..., None))
+    _check_rows("add_rms_norm", x)
     check_tensor("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype)
     check_tensor("add_rms_norm", "weight", weight, (x.shape[-1],), x.dtype)
 

@@ -75,6 +75,8 @@ def check_rope_kv_write(
     for name, tensor in (("positions", positions), ("kv_slots", kv_slots)):
         check_tensor(op, name, tensor, tuple(qkv.shape[:2]), INDEX)
     check_tensor(op, "rope", rope, (None, head_dim))
+    if rope.shape[0] == 0:
+        raise ValueError(f"{op}: rope is {list(rope.shape)}; allowed is [P, D] with P ≥ 1")
     for name, tensor in (("q_norm", q_norm), ("k_norm", k_norm)):
         if tensor is not None:
             check_tensor(op, name, tensor, (head_dim,), qkv.dtype)
@@ -134,9 +136,14 @@ def rope_kv_write_cpu(
     eps: float,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Same contract and bits; fewer operators, and rows without a slot are left out instead of being sent to the null block."""
+    """Same contract and bits, and a ValueError for a slot that the cache does not have; fewer operators, and rows without a
+    slot are left out instead of being sent to the null block.
+    """
     _require_contiguous(k_cache=k_cache, v_cache=v_cache)
     kv_heads, head_dim = k_cache.shape[2:]
+    listed, num_slots = kv_slots.reshape(-1).tolist(), k_cache.shape[0] * k_cache.shape[1]
+    if max(listed, default=-1) >= num_slots:
+        raise ValueError(f"rope_kv_write: kv_slots has {max(listed)}; allowed are slots up to {num_slots - 1}, and -1")
     if qkv.dtype not in (torch.float32, torch.float64) or k_cache.dtype != qkv.dtype or rope.dtype != qkv.dtype:
         return rope_kv_write_reference(
             qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales
@@ -153,7 +160,7 @@ def rope_kv_write_cpu(
     rotated[:, :, 1].add_(crossed[:, :, 0])
     rotated = rotated.flatten(2)
     q, k, slots = rotated[:, :num_heads], rotated[:, num_heads:], kv_slots.reshape(-1)
-    if -1 in slots.tolist():
+    if min(listed, default=0) < 0:
         written = (slots >= 0).nonzero().flatten()
         k, v, slots = k[written], v[written], slots[written]
     k_cache.view(-1, kv_heads, head_dim).index_copy_(0, slots, k)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels import tables
+from stepgraph.kernels.command import guarded
 from stepgraph.kernels.shapes import ModelShape, shape_named
 from stepgraph.kernels.testing import assert_kernel_close, paged_case
 
@@ -125,6 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("float16", "bfloat16", "float32"))
     parser.add_argument("--write", action="store_true", help="rewrite the table; without it the new one is printed")
     options = parser.parse_args(argv)
+    shape = shape_named(options.model)
     if not torch.cuda.is_available():
         print("tuning times kernels, which takes a CUDA device; there is none", file=sys.stderr)
         return 2
@@ -133,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     from stepgraph.kernels.timing import environment
 
     device = torch.device("cuda")
-    shape, dtype = shape_named(options.model), getattr(torch, options.dtype)
+    dtype = getattr(torch, options.dtype)
     run, space = {"attention": (_attention_run, ATTENTION_SPACE), "linear": (_linear_run, LINEAR_SPACE)}[options.table]
     config, score = best_candidate(space, run(shape, dtype))
     match = {"arch": target_of(torch.empty(1, device=device)).arch, "dtype": options.dtype}
@@ -155,4 +157,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main, "python -m stepgraph.kernels.tune"))

@@ -37,9 +37,9 @@ def uniform_decode_attention_cpu(
     capacity = block_table.shape[1] * block_size
     k_scales, v_scales = (None, None) if kv_scales is None else kv_scales.unbind(0)
     for row, seq_len in enumerate(seq_lens.tolist()):
-        if seq_len == 0:
-            continue
         stored = min(seq_len, capacity)
+        if stored <= 0:
+            continue
         # [blocks, block_size, KV, D] -> [KV, S, D]
         blocks = block_table[row, : -(-stored // block_size)]
         keys, values = (

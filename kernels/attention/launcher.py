@@ -113,6 +113,10 @@ def uniform_decode_attention_triton(
         raise ValueError(f"uniform_decode_attention: block size {block_size} is not a power of two")
 
     q = dense(q)
+    # The kernels step through these one by one; only rows of the table may lie apart, as those of a wider one do.
+    seq_lens = seq_lens.contiguous()
+    block_table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    kv_scales = dense(kv_scales) if is_fp8 else None
     out = torch.empty_like(q) if out is None else out
     whole_rows = query_len > MAX_SPLIT_QUERY if whole_rows is None else whole_rows
     query_tiles = -(-query_len // (config.rows // group))
@@ -123,11 +127,14 @@ def uniform_decode_attention_triton(
         if work is None:
             pool_tokens = num_blocks * block_size
             work = build_attention_work_triton(seq_lens, query_len, window, table_tokens, pool_tokens, config.split)
+        work = work.contiguous()
         if work.numel() != work_size(batch, capacity):
             raise ValueError(f"uniform_decode_attention: work list of {work.numel()}, not {work_size(batch, capacity)}")
         needed = scratch_size(capacity, query_len, num_heads, head_dim)
         if scratch is None:
             scratch = q.new_empty(needed, dtype=torch.float32)
+        if not scratch.is_contiguous():
+            raise ValueError(f"uniform_decode_attention: scratch must be contiguous; strides are {scratch.stride()}")
         if scratch.numel() < needed:
             raise ValueError(f"uniform_decode_attention: scratch of {scratch.numel()} float32; allowed are {needed} or more")
         partial, state, _ = scratch.split_with_sizes(
@@ -146,7 +153,7 @@ def uniform_decode_attention_triton(
                 "v_ptr": v_cache,
                 "block_table_ptr": block_table,
                 "seq_lens_ptr": seq_lens,
-                "scales_ptr": kv_scales if is_fp8 else None,
+                "scales_ptr": kv_scales,
                 "work_ptr": work,
                 "partial_ptr": partial,
                 "state_ptr": state,

@@ -38,7 +38,7 @@ def check_attention(
     if k_cache.dtype != q.dtype and k_cache.dtype.itemsize > 1:
         raise ValueError(f"{op}: k_cache is {k_cache.dtype}; allowed is q's {q.dtype}, or fp8")
     heads, kv_heads = q.shape[2], k_cache.shape[2]
-    if kv_heads == 0 or heads % kv_heads:
+    if heads == 0 or heads % kv_heads:
         raise ValueError(f"{op}: q has {heads} heads; allowed are multiples of the cache's {kv_heads}")
     check_tensor(op, "block_table", block_table, (q.shape[0], None), INDEX)
     check_tensor(op, "seq_lens", seq_lens, (q.shape[0],), INDEX)

@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -73,6 +76,7 @@ def test_judgement(change, fault):
         (["--arch", "sm_80,ninety"], "--arch is 'sm_80,ninety'; allowed are"),
         (["--jobs", "0"], "--jobs is 0; allowed is 1 or more"),
         (["--json", "/dev/null/rows.json"], "--json is '/dev/null/rows.json', which cannot be written"),
+        (["--keep", "/dev/null/rows"], "--keep is '/dev/null/rows', which cannot be a folder: Not a directory"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_compiled(arguments, message, monkeypatch, capsys):
@@ -80,6 +84,23 @@ def test_bad_options_are_refused_before_anything_is_compiled(arguments, message,
     with pytest.raises(SystemExit, match="2"):
         gate.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_an_interrupted_gate_leaves_no_process_behind(monkeypatch):
+    started = []
+
+    class Worker(subprocess.Popen):
+        def __init__(self, command, **options):
+            super().__init__([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+            started.append(self)
+
+        def communicate(self, *args):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gate.subprocess, "Popen", Worker)
+    with pytest.raises(KeyboardInterrupt):
+        gate.run([90], quick=True, jobs=2)
+    assert [worker.returncode for worker in started] == [-signal.SIGTERM] * 2
 
 
 def test_main_loop_of_a_listing():

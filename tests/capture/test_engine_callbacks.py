@@ -77,6 +77,22 @@ def test_generate_inside_a_callback():
     assert_clean(engine)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("where", ["on_text", "on_finish"])
+def test_step_inside_a_callback_takes_nothing_from_generate(where):
+    engine, handed = engine_with_text(), []
+    mine = engine.add([4], tokens(2))
+    engine.step()
+
+    def callback(*_):
+        handed.extend(output.id for output in engine.step())
+
+    outputs = engine.generate([[1], [2], [3]], [tokens(1), tokens(2), tokens(5)], **{where: callback})
+    assert [len(output.token_ids) for output in outputs] == [1, 2, 5]
+    assert handed == [mine]
+    assert_clean(engine)
+
+
 @pytest.mark.parametrize("where", ["on_text", "on_finish"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
 def test_exception_in_a_callback_ends_the_calls_requests(where, kind):
@@ -120,6 +136,22 @@ def test_output_of_a_request_added_by_hand_waits_for_step():
 def test_numbers_the_state_cannot_hold_are_refused(fields):
     with pytest.raises(ValueError, match=f"{next(iter(fields))} is {2**63 if 'seed' in fields else 2**64}"):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("abc", SamplingParams(), r"^prompts is the text 'abc'; allowed are sequences of prompts, as \[text\] is$"),
+        ([1, 2], SamplingParams(), "^a prompt is 1; allowed are texts and sequences of token ids$"),
+        ([[1]], None, "^params is None; allowed are SamplingParams, and sequences of them$"),
+        ([[1]], [0.5], "^params is 0.5; allowed are SamplingParams$"),
+    ],
+)
+def test_what_is_no_prompt_and_no_parameters_is_named(prompts, params, message):
+    engine = engine_with_text()
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, params)
+    assert_clean(engine)
 
 
 def test_largest_numbers_work():

@@ -139,6 +139,15 @@ class TestAgainstTheLoop:
             assert (out[row, : max(0, query_len - length)] == 0).all()
             assert length == 0 or (out[row, -1] != 0).all()
 
+    @pytest.mark.parametrize("query_len", [1, 3, 40])
+    def test_rows_that_hold_nothing_are_zero(self, name, query_len):
+        """A length below 0, as one that an offset took there, and a table without a block."""
+        inputs = world([5, 9], query_len)
+        below = inputs | {"seq_lens": torch.tensor([-1, -30])}
+        tableless = inputs | {"block_table": inputs["block_table"][:, :0]}
+        for empty in (below, tableless):
+            assert (call(IMPLEMENTATIONS[name], empty) == 0).all()
+
     @pytest.mark.parametrize("query_len", [1, 3, 18])
     @pytest.mark.parametrize("window", [0, 3, 6])
     def test_lengths_beyond_the_block_table(self, name, query_len, window):

@@ -102,6 +102,11 @@ def test_tuner_needs_a_gpu(capsys):
     assert "CUDA" in capsys.readouterr().err
 
 
+def test_tuner_names_an_unknown_model_on_any_machine():
+    with pytest.raises(ValueError, match=r"no model shape 'nothing'; there are llama-3\.1-8b, "):
+        tune.main(["attention", "--model", "nothing"])
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_a_shape(name):
     config, shape = PRESETS[name], shape_named(name)

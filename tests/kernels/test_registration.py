@@ -170,11 +170,11 @@ def test_both_devices_have_an_implementation(name):
 
 # Arguments whose first dimension no other argument has to share.
 FREE_ROWS = {
-    ("rms_norm", "x"), ("silu_mul", "gate_up"), ("rope_kv_write", "rope"), ("build_attention_work", "seq_lens"),
-    ("ngram_propose", "history"), ("advance", "results"),
+    ("rms_norm", "x"), ("silu_mul", "gate_up"), ("linear", "x"), ("linear", "weight"),
+    ("rope_kv_write", "rope"), ("build_attention_work", "seq_lens"), ("ngram_propose", "history"), ("advance", "results"),
     ("uniform_decode_attention", "work"), ("uniform_decode_attention", "scratch"),
 }  # fmt: skip
-ANY_DIMENSIONS = {("rms_norm", "x"), ("silu_mul", "gate_up")}
+ANY_DIMENSIONS = {("rms_norm", "x"), ("silu_mul", "gate_up"), ("linear", "x")}
 
 
 def entries(name):
@@ -187,7 +187,7 @@ def entries(name):
     return op(name), fake, implementation(name, "triton")
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "linear"])
+@pytest.mark.parametrize("name", SAMPLES)
 def test_wrong_arguments_are_named(name):
     """Each tensor with another dtype, a dimension more and a row less; a launcher would read past the end of a short one."""
     for arguments in SAMPLES[name](2):
@@ -210,7 +210,17 @@ def test_wrong_arguments_are_named(name):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        ("linear", {"weight": floats(5, 4)}, r"weight is float32 \[5, 4\]; allowed is float32 \[any, 6\]"),
+        ("linear", {"weight": floats(5, 6).half()}, r"weight is float16 \[5, 6\]; allowed is float32"),
+        ("linear", {"bias": floats(1)}, r"bias is float32 \[1\]; allowed is float32 \[5\]"),
+        ("linear", {"x": floats(2, 0), "weight": floats(5, 0)}, r"weight is \[5, 0\]; allowed is \[N, K\] with K ≥ 1"),
         ("silu_mul", {"gate_up": torch.ones(2, 5)}, r"gate_up is \[2, 5\]; allowed is \[..., 2 I\]"),
+        ("rms_norm", {"x": floats(2, 0), "weight": floats(0)}, r"x is \[2, 0\]; allowed is \[..., N\] with N ≥ 1"),
+        ("rope_kv_write", {"rope": floats(0, HEAD_DIM)}, r"rope is \[0, 8\]; allowed is \[P, D\] with P ≥ 1"),
+        ("rope_kv_write", {"k_cache": floats(6, 4, 0, 8)}, r"k_cache is \[6, 4, 0, 8\]; allowed is .* with each ≥ 1"),
+        ("uniform_decode_attention", {"k_cache": floats(6, 0, KV_HEADS, HEAD_DIM)}, r"k_cache is \[6, 0, 2, 8\]; allowed is"),
+        ("uniform_decode_attention", {"q": floats(BATCH, 3, 0, HEAD_DIM)}, "q has 0 heads; allowed are multiples of"),
+        ("ngram_propose", {"history": ints(SLOTS, 0)}, r"history is \[4, 0\]; allowed is \[S, max_len\] with max_len ≥ 1"),
         ("ngram_propose", {"min_match": 0}, "min_match and max_match are 0 and 3; allowed is 1 ≤ min_match ≤ max_match"),
         ("ngram_propose", {"min_match": 4}, "min_match and max_match are 4 and 3"),
         ("ngram_propose", {"k": -1}, "k is -1; allowed is 0 or more"),

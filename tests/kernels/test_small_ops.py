@@ -270,6 +270,18 @@ def test_slot_minus_one_writes_nothing(dtype, null):
         assert (flat[written] != old_flat[written]).any(-1).all()
 
 
+@every_dtype
+def test_a_slot_that_the_cache_does_not_have_is_named(dtype):
+    inputs = rope_world(dtype, rows=2)
+    slots = inputs["k_cache"].shape[0] * inputs["k_cache"].shape[1]
+    inputs["kv_slots"][1, 1] = slots
+    before = {name: inputs[name].clone() for name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=f"^rope_kv_write: kv_slots has {slots}; allowed are slots up to {slots - 1}, and -1$"):
+        rope_kv_write(*inputs.values())
+    for name, old in before.items():
+        assert torch.equal(inputs[name], old)
+
+
 def test_no_slot_at_all():
     inputs = rope_world(rows=2)
     inputs["kv_slots"] = torch.full((2, 2), -1)

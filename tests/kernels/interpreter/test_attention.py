@@ -150,6 +150,24 @@ def test_strided_cache_views_and_int32_indices():
     assert_same_bits(run(views, config=SMALL), run(case, config=SMALL))
 
 
+def spaced(tensor):
+    """The same numbers, none next to another."""
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_strided_lengths_tables_and_scales(whole_rows):
+    case = paged_case([40, 17], query_len=2, head_dim=32)
+    caches = {name: getattr(case, name).nan_to_num().to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    case, scales = replace(case, **caches), torch.tensor([[0.5, 2.0], [1.5, 0.75]])
+    options = {"config": SMALL, "whole_rows": whole_rows}
+    strided = replace(case, block_table=spaced(case.block_table), seq_lens=spaced(case.seq_lens), q=spaced(case.q))
+    expected = run(case, kv_scales=scales, **options)
+    assert_same_bits(run(strided, kv_scales=spaced(scales), **options), expected)
+    wider = replace(case, block_table=torch.cat([case.block_table, case.block_table + 99], 1)[:, : case.block_table.shape[1]])
+    assert_same_bits(run(wider, kv_scales=scales, **options), expected)
+
+
 def test_fp8_cache():
     case = paged_case([40, 17], query_len=2, head_dim=32)
     scales = torch.tensor([[0.5, 2.0], [1.5, 0.75]])
@@ -177,6 +195,8 @@ class TestScratch:  # case 39
         case = self.case()
         with pytest.raises(ValueError, match="scratch"):
             run(case, config=SMALL, scratch=torch.empty(self.needed(case) - 1))
+        with pytest.raises(ValueError, match="scratch must be contiguous"):
+            run(case, config=SMALL, scratch=spaced(torch.empty(self.needed(case))))
 
     def test_caller_scratch_is_enough_and_nothing_lies_beyond(self):
         case = self.case()
@@ -190,7 +210,8 @@ class TestScratch:  # case 39
         case = self.case()
         tokens, pool = case.block_table.shape[1] * 16, case.k_cache.shape[0] * 16
         work = build_attention_work_triton(case.seq_lens, 3, 0, tokens, pool, SMALL.split)
-        assert_same_bits(run(case, config=SMALL, work=work), run(case, config=SMALL))
+        for listed in (work, spaced(work)):
+            assert_same_bits(run(case, config=SMALL, work=listed), run(case, config=SMALL))
 
     def test_list_of_another_batch_raises(self):
         with pytest.raises(ValueError, match="work list"):

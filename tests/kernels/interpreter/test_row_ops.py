@@ -117,6 +117,12 @@ def test_linear_matches_float64(rows, width, depth, bias, dtype):
     assert_kernel_close(out, torch.nn.functional.linear, x, weight, bias)
 
 
+def test_linear_with_strided_rows_and_bias():
+    x, weight, bias = randn(3, 64), randn(20, 64, seed=1), randn(20, seed=2)
+    spaced = [torch.stack([tensor, tensor], dim=-1)[..., 0] for tensor in (x, bias)]
+    assert_same_bits(linear_triton(spaced[0], weight, spaced[1]), linear_triton(x, weight, bias))
+
+
 @pytest.mark.usefixtures("row_invariant_dot")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_linear_row_has_the_bits_of_a_one_row_call(dtype):

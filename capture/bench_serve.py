@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = EngineOptions()
     add = parser.add_argument
     add("--model", default=defaults.model, help="as of stepgraph generate")
-    add("--drafter", default=defaults.drafter, help=KNOWN_DRAFTERS)
+    add("--drafter", help=f"{KNOWN_DRAFTERS} (default: hybrid where a head is shipped for the model, else ngram)")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--k", type=int, help="drafts a step")
     choice.add_argument("--schedule", help="k by batch")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     rows = {"engine": observed.run.report(), "simulator": simulated.report()}
     errors = {figure: _error(*(_of(rows[run], figure) for run in ("simulator", "engine"))) for figure in FIGURES}
     document = {
-        "schema": SCHEMA, "model": loaded.name, "drafter": args.drafter, "policy": fresh | {"cost": None}, "seed": args.seed,
+        "schema": SCHEMA, "model": loaded.name, "drafter": options.drafter, "policy": fresh | {"cost": None}, "seed": args.seed,
         "arrivals": args.arrivals, "env": environment(), "cost": cost.rows, "prefill_ms_per_token": server.prefill_ms_per_token,
         **rows, "errors": errors,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from stepgraph.capture.schedule import Schedule, require_int
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.model.checkpoint import LoadedModel, load_model
-from stepgraph.model.drafters import DrafterSpec, EarlyStop, load_draft_weights, make_drafter
+from stepgraph.model.drafters import DrafterSpec, EarlyStop, default_drafter, load_draft_weights, make_drafter
 from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV, block_bytes
 from stepgraph.model.transformer import Transformer
@@ -31,7 +31,8 @@ class EngineOptions:
 
     Attributes:
         model: see `stepgraph.model.checkpoint.load_model`.
-        drafter: see `stepgraph.model.drafters.spec.KNOWN`.
+        drafter: see `stepgraph.model.drafters.spec.KNOWN`; None is "none" at k = 0 and the model's
+            `default_drafter` otherwise; the name is then here.
         k: drafts per step; None (with no schedule) is 3, or 0 without a drafter.
         schedule: `[[first batch, last batch, k], …]`, JSON text or a path, instead of k.
         policy: a policy that learns (`stepgraph.capture.policies.ADAPTIVE`), instead of both.
@@ -54,7 +55,7 @@ class EngineOptions:
     """
 
     model: str = "smollm2-135m"
-    drafter: str = "ngram"
+    drafter: str | None = None
     k: int | None = None
     schedule: Schedule | str | list | dict | None = None
     policy: str | None = None
@@ -76,6 +77,9 @@ class EngineOptions:
     lag: int | None = None
 
     def __post_init__(self):
+        if self.drafter is None:
+            plain = self.k == 0 and self.schedule is None and self.policy is None
+            object.__setattr__(self, "drafter", "none" if plain else default_drafter(self.model))
         require_int("max_batch", self.max_batch, 1, 4096)
         require_int("block_size", self.block_size, 1, 1024)
         require_int("prefill_chunk", self.prefill_chunk, 1)

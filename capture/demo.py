@@ -24,7 +24,7 @@ def main() -> int:
     defaults = EngineOptions()
     parser = Parser(prog="python -m stepgraph.capture.demo", description=__doc__)
     parser.add_argument("--model", default=defaults.model)
-    parser.add_argument("--drafter", default=defaults.drafter)
+    parser.add_argument("--drafter", help="default: hybrid where a head is shipped for the model, else ngram")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--prompts", default=str(PROMPTS), help="JSON lines; the demo's own four, or all of another file")
@@ -48,10 +48,18 @@ def run(args: argparse.Namespace) -> int:
     for engine in engines:
         engine.graphs.capture(lambda keys: progress(keys, "capturing", "graph"))
     capture_s = sum(engine.graphs.report()["capture_s"] for engine in engines)
-    console.print(f"two whole steps captured in {capture_s:.1f} s: k={args.k} with {args.drafter}, and plain k=0\n")
+    console.print(
+        f"two whole steps captured in {capture_s:.1f} s: k={args.k} with {speculative_options.drafter}, and plain k=0\n"
+    )
 
     table = Table(
-        "prompt", "tokens", "acceptance\nlength", "plain\ntokens/s", f"{args.drafter}\ntokens/s", "ratio", "same text"
+        "prompt",
+        "tokens",
+        "acceptance\nlength",
+        "plain\ntokens/s",
+        f"{speculative_options.drafter}\ntokens/s",
+        "ratio",
+        "same text",
     )
     all_same = True
     for record in records:

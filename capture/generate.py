@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("texts", nargs="*", metavar="PROMPT", help="prompt texts (token ids, as 1,2,3, for a random: model)")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help='more prompts, one {"id", "category", "prompt"} a line')
     parser.add_argument("--model", default=defaults.model, help="smollm2-135m, random:PRESET, directory, .gguf or org/name")
-    parser.add_argument("--drafter", default=defaults.drafter, help=KNOWN_DRAFTERS)
+    parser.add_argument(
+        "--drafter", help=f"{KNOWN_DRAFTERS} (default: hybrid where a head is shipped for the model, else ngram)"
+    )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--k", type=int, help="drafts a step (default 3; 0 without a drafter)")
     choice.add_argument("--schedule", help="k by batch: [[first, last, k], …] as JSON text or a file")
@@ -122,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         document = {
             "model": name,
-            "drafter": args.drafter,
+            "drafter": options.drafter,
             "verify": args.verify if options.synthetic_rates is None else "synthetic (not lossless)",
             "mode": args.mode,
             "device": str(engine.graphs.step.target.device),

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = EngineOptions()
     add = parser.add_argument
     add("--model", default=defaults.model, help="as of stepgraph generate")
-    add("--drafter", default=defaults.drafter, help=KNOWN_DRAFTERS)
+    add("--drafter", help=f"{KNOWN_DRAFTERS} (default: hybrid where a head is shipped for the model, else ngram)")
     add("--batches", default="1,2,4,8", help="batch sizes to time (default 1,2,4,8)")
     add("--ks", default="0,1,2,3,5", help="k to time (default 0,1,2,3,5)")
     add("--contexts", default="256", help="tokens in the cache of each request (default 256)")
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         options, loaded, batches, ks, contexts, rounds, lambda items, total: progress(items, "timing", "replay", total)
     )
     document = {
-        "schema": SCHEMA, "model": loaded.name, "drafter": drafter, "dtype": args.dtype, "mode": args.mode,
+        "schema": SCHEMA, "model": loaded.name, "drafter": options.drafter, "dtype": args.dtype, "mode": args.mode,
         "temperature": args.temperature, "env": environment(), "prefill_ms_per_token": measure_prefill(options, loaded),
         "rows": rows, "acceptance": acceptance,
     }  # fmt: skip

@@ -25,25 +25,7 @@ from stepgraph.model.checkpoint.layout import Filler, layer_views
 from stepgraph.model.eagle3_head import Eagle3Config, Eagle3Head, default_feature_layers
 from stepgraph.model.transformer import Transformer
 
-# Heads that come with this package, by the name of their target.
-SHIPPED_FOLDER = Path(__file__).parents[1] / "heads"
 LARGEST_DRAFT_VOCAB = 32_000  # what the public heads of 8B-class targets have
-
-
-def shipped_head(target_name: str) -> Path:
-    """The folder of the head that comes with this package for a target.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    folder = SHIPPED_FOLDER / target_name
-    if (folder / "config.json").exists():
-        return folder
-    names = sorted(path.parent.name for path in SHIPPED_FOLDER.glob("*/config.json"))
-    shipped = f"the ones shipped are for {', '.join(names)}" if names else "none is shipped"
-    raise CheckpointError(
-        f"there is no EAGLE-3 head for {target_name!r}: {shipped}; give eagle3:DIRECTORY, or eagle3:random for timing"
-    )
 
 
 def load_eagle3(directory: Path, target: Transformer) -> Eagle3Head:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from stepgraph.model.checkpoint import load_model
+from stepgraph.model.checkpoint.shipped import has_shipped_head, shipped_head
 from stepgraph.model.drafters.base import Drafter, PromptChunk, Proposal, StepRows, Verified, draw_draft
 from stepgraph.model.drafters.draft_model import DraftModelDrafter
 from stepgraph.model.drafters.eagle3 import Eagle3Drafter
@@ -28,10 +29,18 @@ __all__ = [
     "Proposal",
     "StepRows",
     "Verified",
+    "default_drafter",
     "draw_draft",
     "load_draft_weights",
     "make_drafter",
 ]
+
+
+def default_drafter(target_name: str) -> str:
+    """The name of the drafter that is taken where none is given: with a head shipped for the target, that head and the
+    look-up in its stead where the text repeats itself; otherwise the look-up alone.
+    """
+    return "hybrid" if has_shipped_head(target_name) else "ngram"
 
 
 def load_draft_weights(spec: DrafterSpec, target: Transformer, target_name: str = "") -> Transformer | Eagle3Head | None:
@@ -51,7 +60,7 @@ def load_draft_weights(spec: DrafterSpec, target: Transformer, target_name: str 
         return load_model(spec.model, **options).model
     if spec.kind == "eagle3":
         # Imported here: safetensors is needed for nothing else by a run with other drafters.
-        from stepgraph.model.checkpoint.eagle3 import load_eagle3, random_eagle3, shipped_head
+        from stepgraph.model.checkpoint.eagle3 import load_eagle3, random_eagle3
 
         if spec.head == "random":
             return random_eagle3(target)

@@ -16,9 +16,10 @@ from stepgraph.model.checkpoint.eagle3 import (
     load_eagle3,
     random_eagle3,
     save_eagle3,
-    shipped_head,
 )
+from stepgraph.model.checkpoint.shipped import shipped_head
 from stepgraph.model.config import RopeConfig
+from stepgraph.model.drafters import default_drafter
 from stepgraph.model.eagle3_head import Eagle3Head, default_feature_layers
 from stepgraph.model.presets import PRESETS
 from stepgraph.model.transformer import Transformer
@@ -300,6 +301,19 @@ def test_random_head_follows_the_target():
     assert (head.dtype, head.max_positions) == (torch.bfloat16, 512)
     assert head.target_ids.tolist() == list(range(256))
     assert our_logits(target, torch.arange(4), 4).isfinite().all()
+
+
+def test_the_shipped_head_and_its_card():
+    folder = shipped_head("smollm2-135m")
+    card = json.loads((folder / "card.json").read_text())
+    assert card["target"] == "smollm2-135m"
+    assert (folder / "model.safetensors").stat().st_size == card["head"]["bytes"] <= 25e6
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["d2t"].shape == (card["head"]["draft_vocab_size"],)
+    assert tensors["t2d"].sum() == card["head"]["draft_vocab_size"]
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert default_drafter("smollm2-135m") == "hybrid"
+    assert default_drafter("mine") == "ngram"
 
 
 def test_no_head_is_shipped_for_an_unknown_target():

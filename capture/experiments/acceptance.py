@@ -16,7 +16,7 @@ from stepgraph.capture.stats import acceptance_by_position
 from stepgraph.model.checkpoint import CheckpointError, LoadedModel, load_model
 
 MODEL = "smollm2-135m"
-DRAFTERS = ("ngram", "early-exit:20", "early-exit:26", "early-exit:28", "eagle3", "hybrid")
+DRAFTERS = ("ngram", "eagle3", "hybrid", "early-exit:20", "early-exit:26", "early-exit:28")
 KS = tuple(range(1, 8))
 # (temperature, verification): greedy is decided alike by both methods.
 WAYS = ((0.0, "standard"), (0.8, "standard"), (0.8, "block"))

@@ -23,9 +23,22 @@ from stepgraph.model.checkpoint import CheckpointError, LoadedModel, load_model
 from stepgraph.model.transformer import Transformer
 
 MODEL = "smollm2-135m"
-PROVIDERS = ("transformers", "transformers-lookup", "transformers-assisted", "llama.cpp", "ours", "ours-ngram", "ours-eagle3")
+PROVIDERS = (
+    "transformers", "transformers-lookup", "transformers-assisted", "llama.cpp", "ours", "ours-ngram", "ours-eagle3",
+    "ours-hybrid",
+)  # fmt: skip
 BASELINE = "transformers"
 K = 3
+# No smaller model of the family comes with a package; transformers can assist itself with its own first layers.
+ASSISTING_LAYERS = 20
+THEIR_OPTIONS = {
+    "transformers": {},
+    "transformers-lookup": {"prompt_lookup_num_tokens": K},
+    "transformers-assisted": {
+        "assistant_early_exit": ASSISTING_LAYERS, "num_assistant_tokens": K, "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    },
+}  # fmt: skip
 
 # Prompt ids, number of new tokens -> the new tokens.
 Generate = Callable[[list[int], int], list[int]]
@@ -82,7 +95,7 @@ def hugging_face(model: Transformer) -> torch.nn.Module:
     return theirs.eval()
 
 
-def _theirs(theirs: torch.nn.Module, **options) -> Generate:
+def their_generate(theirs: torch.nn.Module, **options) -> Generate:
     def generate(ids: list[int], new: int) -> list[int]:
         inputs = torch.tensor([ids])
         with torch.no_grad():
@@ -109,12 +122,8 @@ def providers(loaded: LoadedModel, max_len: int) -> Iterator[tuple[str, Generate
     """Name and function of each provider, or why it is absent."""
     theirs = hugging_face(loaded.model) if find_spec("transformers") else None
     for name in PROVIDERS:
-        if name.startswith("transformers"):
-            options = {"transformers-lookup": {"prompt_lookup_num_tokens": K}}.get(name, {})
-            if name == "transformers-assisted":
-                yield name, "no smaller model of the family is installed"
-            else:
-                yield name, "transformers is not installed" if theirs is None else _theirs(theirs, **options)
+        if name in THEIR_OPTIONS:
+            yield name, "transformers is not installed" if theirs is None else their_generate(theirs, **THEIR_OPTIONS[name])
         elif name == "llama.cpp":
             yield name, "not run by this script yet" if find_spec("llama_cpp") else "llama-cpp-python is not installed"
         else:

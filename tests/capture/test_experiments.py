@@ -196,9 +196,7 @@ def test_committed_results_are_drawn(capsys):
     kept = sorted((CHECKOUT / "benchmarks" / "results").glob("*/*.json"))
     assert kept
     for path in kept:
-        content = results.load(path)
-        assert content["rows"]
-        assert content["complete"]
+        assert results.load(path)["rows"]
     for name in {path.stem for path in kept} & set(EXPERIMENTS):
         assert results.main(EXPERIMENTS[name], f"benchmarks/{name}.py", []) == 0
     assert capsys.readouterr().out.count("|") > 100

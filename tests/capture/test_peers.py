@@ -4,7 +4,7 @@ import torch
 from oracles import to_transformers
 from worlds import tiny_model
 
-from stepgraph.capture.experiments.peers import hugging_face, table
+from stepgraph.capture.experiments.peers import THEIR_OPTIONS, hugging_face, table, their_generate
 
 
 def test_the_others_get_our_weights():
@@ -12,6 +12,15 @@ def test_the_others_get_our_weights():
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.no_grad():
         assert torch.equal(hugging_face(model)(ids).logits, to_transformers(model)(ids).logits)
+
+
+def test_their_speculative_ways_give_their_greedy_text():
+    theirs = hugging_face(tiny_model(dtype=torch.float32))
+    early = THEIR_OPTIONS["transformers-assisted"] | {"assistant_early_exit": 1}
+    ways = [*list(THEIR_OPTIONS.values())[:2], early]
+    texts = [their_generate(theirs, **options)([3, 1, 4, 1, 5, 3, 1], 12) for options in ways]
+    assert len(texts[0]) == 12
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_table_names_what_is_absent():

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from stepgraph.capture.build import EngineOptions, build_engine
-from stepgraph.capture.experiments.prompt_sets import load_prompts
+from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts, spread
 from stepgraph.capture.experiments.results import Table
 from stepgraph.capture.prompts import encode_prompt
 from stepgraph.capture.request import RequestOutput, SamplingParams
@@ -16,11 +16,12 @@ from stepgraph.capture.stats import acceptance_by_position
 from stepgraph.model.checkpoint import CheckpointError, LoadedModel, load_model
 
 MODEL = "smollm2-135m"
-DRAFTERS = ("ngram", "eagle3", "hybrid", "early-exit:20", "early-exit:26", "early-exit:28")
+CHEAP, LAYERED = ("ngram", "eagle3", "hybrid"), ("early-exit:20", "early-exit:26", "early-exit:28")
+PUBLIC_PROMPTS = 32  # of each public set, spread over it
 KS = tuple(range(1, 8))
 # (temperature, verification): greedy is decided alike by both methods.
 WAYS = ((0.0, "standard"), (0.8, "standard"), (0.8, "block"))
-ALL = "all"
+ALL, OWN = "all", "own"
 
 
 def acceptance_rows(
@@ -49,7 +50,8 @@ def acceptance_rows(
         batch: requests decoding at once.
     """
     records = sorted(load_prompts(prompt_set), key=lambda record: record.category)
-    chosen = [r for _, group in groupby(records, lambda r: r.category) for r in list(group)[:prompts]]
+    groups = [list(group) for _, group in groupby(records, lambda record: record.category)]
+    chosen = [record for group in groups for record in spread(group, prompts or len(group))]
     ids = [encode_prompt(record.prompt, loaded.tokenizer) for record in chosen]
     max_len = min(max(map(len, ids)) + new_tokens + 1, loaded.model.max_positions)
     for drafter in drafters:
@@ -94,18 +96,29 @@ def measure(quick: bool, seed: int) -> Iterator[dict]:
     """The grid of the table; `quick` is one drafter, one k and a prompt of each category."""
     loaded = load_model(MODEL)
     if quick:
-        yield from acceptance_rows(loaded, ("ngram",), (3,), WAYS[:1], "own", prompts=1, new_tokens=24, seed=seed)
+        yield from acceptance_rows(loaded, ("ngram",), (3,), WAYS[:1], OWN, prompts=1, new_tokens=24, seed=seed)
         return
-    yield from acceptance_rows(loaded, DRAFTERS, KS, WAYS[:1], "own", prompts=None, new_tokens=64, seed=seed)
-    yield from acceptance_rows(loaded, DRAFTERS, (3,), WAYS[1:], "own", prompts=None, new_tokens=64, seed=seed)
+    options = {"new_tokens": 64, "seed": seed}
+    for drafters in CHEAP, LAYERED:
+        yield from acceptance_rows(loaded, drafters, KS, WAYS[:1], OWN, prompts=None, **options)
+        for name in PUBLIC if drafters is CHEAP else ():
+            try:
+                yield from acceptance_rows(loaded, drafters, (3,), WAYS[:1], name, prompts=PUBLIC_PROMPTS, **options)
+            except ValueError as error:
+                yield {"drafter": f"{name} with all drafters", "status": f"absent: {error}"}
+        yield from acceptance_rows(loaded, drafters, (3,), WAYS[1:], OWN, prompts=None, **options)
 
 
 def table(rows: list[dict]) -> Table:
     """Acceptance length by drafter and category at the k with the most categories measured, then by k for all prompts."""
-    good = [row for row in rows if row["status"] == "ok"]
+    good = [dict(row) for row in rows if row["status"] == "ok"]
     ks = sorted({row["k"] for row in good})
     shown = 3 if 3 in ks else ks[-1]
-    categories = sorted({row["category"] for row in good} - {ALL})
+    for row in good:
+        if row["prompt_set"] in PUBLIC:  # a column of its own, of all its prompts
+            row["category"] = row["prompt_set"]
+    categories = sorted({row["category"] for row in good} - {ALL, *PUBLIC})
+    categories += [name for name in PUBLIC if any(row["category"] == name for row in good)]
     header = ["drafter", "temperature", "verification", *categories, f"all, k = {shown}", "per position"]
     header += [f"k = {k}" for k in ks if k != shown]
     lines = []
@@ -132,7 +145,7 @@ def table(rows: list[dict]) -> Table:
 def headlines(rows: list[dict]) -> list[tuple[str, str]]:
     """Acceptance length of each drafter, greedy at k = 3 over all prompts."""
     return [
-        (f"acceptance length at k = 3, greedy, {row['prompts']} prompts of {row['prompt_set']}: {row['drafter']}",
+        (f"tokens a step at k = 3, greedy, {row['prompts']} prompts of {row['prompt_set']}: {row['drafter']}",
          f"{row['acceptance_length']:.2f}")
         for row in rows
         if row["status"] == "ok" and (row["k"], row["temperature"], row["category"]) == (3, 0.0, ALL)

@@ -1,6 +1,6 @@
 """Kernel microbenchmarks.
 
-    python -m stepgraph.kernels.bench attention|norm|silu|rope|linear|tail [--json [PATH]] [--dtype bfloat16] [--small]
+    python -m stepgraph.kernels.bench attention|norm|silu|rope|linear|ngram|work|tail [--json [PATH]] [--dtype bfloat16] [--small]
 
 Each row: kernel, provider, x, cache (warm or cold L2), microseconds p20/p50/p80, GB/s and its share of the measured copy
 bandwidth, and what it ran on. A kernel is checked against float64 first; a wrong one is reported as such, never with a time.

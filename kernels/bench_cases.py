@@ -8,7 +8,9 @@ import torch
 from stepgraph.kernels import baselines
 from stepgraph.kernels.activation import silu_mul_reference
 from stepgraph.kernels.attention.reference import uniform_decode_attention_reference
+from stepgraph.kernels.attention.work import HEADER, SPLIT, build_attention_work_reference
 from stepgraph.kernels.linear import linear_library
+from stepgraph.kernels.ngram import ngram_propose_reference
 from stepgraph.kernels.norm import add_rms_norm_reference
 from stepgraph.kernels.registry import implementation
 from stepgraph.kernels.rope_kv import rope_kv_write_reference
@@ -113,10 +115,32 @@ def _linear(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[C
         yield Case(x, (rows, weight, None, True), nbytes, linear_library, "linear", {})
 
 
+def _ngram(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Case]:
+    sweep = [(1, 64)] if small else [(b, ctx) for ctx in (1024, 16_384) for b in (1, 8, 64)]
+    for batch, context in sweep:
+        history = torch.arange(batch * context, device=device).view(batch, context) % 997
+        rows = torch.arange(batch, device=device)
+        args = (history, rows, torch.full_like(rows, context - 1), 4, 2, 4)
+        yield Case(f"B={batch} ctx={context} k=4", args, _bytes(history), ngram_propose_reference, "ngram_propose", {})
+
+
+def _work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Case]:
+    for batch, context in [(2, 64)] if small else [(b, ctx) for ctx in (4096, 131_072) for b in (1, 32, 256)]:
+        lengths = torch.full((batch,), context, device=device)
+        listed = 8 * batch * -(-context // SPLIT)  # a row and a split, int32, for each entry
+        args = (lengths, 4, 0, context, batch * context)
+        yield Case(
+            f"B={batch} ctx={context}", args, _bytes(lengths) + listed, build_attention_work_reference,
+            "build_attention_work", {}, lambda out, rows=batch: out[: HEADER + rows],
+        )  # fmt: skip
+
+
 CASES: dict[str, Callable[[torch.device, torch.dtype, bool], Iterator[Case]]] = {
     "attention": _attention,
     "norm": _norm,
     "silu": _silu,
     "rope": _rope,
     "linear": _linear,
+    "ngram": _ngram,
+    "work": _work,
 }

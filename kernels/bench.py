@@ -1,11 +1,12 @@
 """Kernel microbenchmarks.
 
-    python -m stepgraph.kernels.bench attention|norm|silu|rope|linear|ngram|work|tail [--json [PATH]] [--dtype bfloat16] [--small]
+    python -m stepgraph.kernels.bench OP [--json [PATH]] [--dtype DTYPE] [--small]
 
-Each row: kernel, provider, x, cache (warm or cold L2), microseconds p20/p50/p80, GB/s and its share of the measured copy
-bandwidth, and what it ran on. A kernel is checked against float64 first; a wrong one is reported as such, never with a time.
-Without a GPU the references run, marked as such: that tests this program and says nothing about a kernel. `tail` is all of
-a step from logits to tokens (`stepgraph.kernels.bench_tail`), in float32, with the number of its launches.
+OP is attention, norm, silu, rope, linear, ngram, work or tail. Each row: kernel, provider, x, cache (warm or cold L2),
+microseconds p20/p50/p80, GB/s and its share of the measured copy bandwidth, and what it ran on. A kernel is checked against
+float64 first; a wrong one is reported as such, never with a time. Without a GPU the references run, marked as such: that tests
+this program and says nothing about a kernel. `tail` is all of a step from logits to tokens (`stepgraph.kernels.bench_tail`), in
+float32, with the number of its launches.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """When requests come, and how long they are."""
 
 import csv
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +82,8 @@ def read_arrivals(path: str | Path) -> Arrivals:
                 raise ValueError(f"arrivals file {name} has no column {missing[0]}; it needs {', '.join(COLUMNS)}.")
             for row in reader:
                 try:
-                    at_s = checked_number("timestamp", float(row["timestamp"]), -1e15, 1e15)
-                    tokens = [require_int(column, int(row[column]), 1, 1 << 24) for column in COLUMNS[1:]]
+                    at_s = checked_number("timestamp", _read(row, "timestamp", float), -1e15, 1e15)
+                    tokens = [require_int(column, _read(row, column, int), 1, 1 << 24) for column in COLUMNS[1:]]
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"arrivals file {name}, line {reader.line_num}: {error}") from None
                 rows.append((at_s, *tokens))
@@ -93,6 +94,13 @@ def read_arrivals(path: str | Path) -> Arrivals:
     at_s, prompt, output = zip(*sorted(rows, key=lambda row: row[0]), strict=True)
     at_ms = (np.array(at_s) - at_s[0]) * 1e3
     return Arrivals(at_ms, np.array(prompt, dtype=np.int64), np.array(output, dtype=np.int64))
+
+
+def _read(row: dict[str, str], column: str, kind: Callable[[str], float]) -> float:
+    try:
+        return kind(row[column])
+    except (TypeError, ValueError):
+        raise ValueError(f"{column} is {row[column]!r}; it must be a{'n integer' if kind is int else ' number'}") from None
 
 
 def parse_arrivals(text: str, rng: np.random.Generator, requests: int, prompt: int, output: int) -> Arrivals:

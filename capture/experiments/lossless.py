@@ -126,7 +126,7 @@ def measure(quick: bool, seed: int) -> Iterator[dict]:
     if quick:
         yield from greedy_rows(("ngram",), (3,), 2, 12)
     else:
-        yield from greedy_rows(GREEDY_DRAFTERS, (1, 3, 5, 7), None, 48)
+        yield from greedy_rows(GREEDY_DRAFTERS, (1, 3, 7), None, 32)
 
 
 def table(rows: list[dict]) -> Table:

@@ -19,7 +19,8 @@ def results_table(folder: Path) -> str:
     for name, experiment in EXPERIMENTS.items():
         for device, content in measured(experiment, folder).items():
             env = content["env"]
-            hardware = f"{device}, {env['cpu_cores']} cores, {env['date_utc'][:10]}"
+            chip = f"{device}, {env['cpu_cores']} cores ({env['cpu_capability']})" if env["gpu"] is None else device
+            hardware = f"{chip}, {env['date_utc'][:10]}"
             command = f"`python benchmarks/{name}.py --rerun`"
             lines += [[figure, value, hardware, command] for figure, value in experiment.headlines(content["rows"])]
     return Table(["figure", "value", "measured on", "by"], lines).markdown() + "\n"

@@ -23,7 +23,7 @@ from stepgraph.capture.simulate.arrivals import parse_arrivals
 from stepgraph.capture.simulate.server import Server, serve
 from stepgraph.kernels.environment import environment
 from stepgraph.kernels.output import require_writable
-from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
+from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
 
 SCHEMA = "stepgraph.serving/1"
 LATENCIES = ("ttft_ms.p50", "ttft_ms.p90", "tpot_ms.p50", "tpot_ms.p90")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = EngineOptions()
     add = parser.add_argument
     add("--model", default=defaults.model, help="as of stepgraph generate")
-    add("--drafter", help=f"{KNOWN_DRAFTERS} (default: hybrid where a head is shipped for the model, else ngram)")
+    add("--drafter", help=DRAFTER_HELP)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--k", type=int, help="drafts a step")
     choice.add_argument("--schedule", help="k by batch")

@@ -15,6 +15,7 @@ from stepgraph.capture.engine import Engine
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import RequestOutput, SamplingParams
 from stepgraph.model.checkpoint import load_model
+from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
 
 PROMPTS = Path(__file__).resolve().parents[1] / "benchmarks" / "prompts.jsonl"
 CHOSEN = ("summarise-2", "code-3", "maths-3", "chat-3")
@@ -24,7 +25,7 @@ def main() -> int:
     defaults = EngineOptions()
     parser = Parser(prog="python -m stepgraph.capture.demo", description=__doc__)
     parser.add_argument("--model", default=defaults.model)
-    parser.add_argument("--drafter", help="default: hybrid where a head is shipped for the model, else ngram")
+    parser.add_argument("--drafter", help=DRAFTER_HELP)
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--prompts", default=str(PROMPTS), help="JSON lines; the demo's own four, or all of another file")
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         records = [record for record in records if record.id in CHOSEN]
     plain_options = EngineOptions(model=args.model, drafter="none", k=0, max_batch=1)
     speculative_options = replace(plain_options, drafter=args.drafter, k=args.k)
-    params = SamplingParams(max_new_tokens=args.max_new_tokens)
+    params, drafter = SamplingParams(max_new_tokens=args.max_new_tokens), speculative_options.drafter
 
     speculative_options.make_policy()  # refuses a bad k before the model is loaded
     loaded = load_model(args.model)
@@ -48,19 +49,9 @@ def run(args: argparse.Namespace) -> int:
     for engine in engines:
         engine.graphs.capture(lambda keys: progress(keys, "capturing", "graph"))
     capture_s = sum(engine.graphs.report()["capture_s"] for engine in engines)
-    console.print(
-        f"two whole steps captured in {capture_s:.1f} s: k={args.k} with {speculative_options.drafter}, and plain k=0\n"
-    )
+    console.print(f"two whole steps captured in {capture_s:.1f} s: k={args.k} with {drafter}, and plain k=0\n")
 
-    table = Table(
-        "prompt",
-        "tokens",
-        "acceptance\nlength",
-        "plain\ntokens/s",
-        f"{speculative_options.drafter}\ntokens/s",
-        "ratio",
-        "same text",
-    )
+    table = Table("prompt", "tokens", "acceptance\nlength", "plain\ntokens/s", f"{drafter}\ntokens/s", "ratio", "same text")
     all_same = True
     for record in records:
         ids = encode_prompt(record.prompt, loaded.tokenizer)

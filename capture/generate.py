@@ -21,7 +21,7 @@ from stepgraph.capture.schedule import json_object
 from stepgraph.kernels.command import INTERRUPTED
 from stepgraph.kernels.output import require_writable
 from stepgraph.model.drafters.early_stop import KNOWN as EARLY_STOPS
-from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
+from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("texts", nargs="*", metavar="PROMPT", help="prompt texts (token ids, as 1,2,3, for a random: model)")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help='more prompts, one {"id", "category", "prompt"} a line')
     parser.add_argument("--model", default=defaults.model, help="smollm2-135m, random:PRESET, directory, .gguf or org/name")
-    parser.add_argument(
-        "--drafter", help=f"{KNOWN_DRAFTERS} (default: hybrid where a head is shipped for the model, else ngram)"
-    )
+    parser.add_argument("--drafter", help=DRAFTER_HELP)
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--k", type=int, help="drafts a step (default 3; 0 without a drafter)")
     choice.add_argument("--schedule", help="k by batch: [[first, last, k], …] as JSON text or a file")

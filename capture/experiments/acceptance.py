@@ -113,21 +113,19 @@ def measure(quick: bool, seed: int) -> Iterator[dict]:
 
 def table(rows: list[dict]) -> Table:
     """Acceptance length by drafter and category at the k with the most categories measured, then by k for all prompts."""
-    good = [dict(row) for row in rows if row["status"] == "ok"]
+    good = [row for row in rows if row["status"] == "ok"]
     ks = sorted({row["k"] for row in good})
-    shown = 3 if 3 in ks else ks[-1]
-    for row in good:
-        if row["prompt_set"] in PUBLIC:  # a column of its own, of all its prompts
-            row["category"] = row["prompt_set"]
-    categories = sorted({row["category"] for row in good} - {ALL, *PUBLIC})
-    categories += [name for name in PUBLIC if any(row["category"] == name for row in good)]
+    shown = K if K in ks else ks[-1]
+    # Categories of the own set, then a column for each public set, of all its prompts.
+    categories = sorted({row["category"] for row in good if row["prompt_set"] not in PUBLIC} - {ALL})
+    categories += [name for name in PUBLIC if any(row["prompt_set"] == name for row in good)]
     header = ["drafter", "temperature", "verification", *categories, f"all, k = {shown}", "per position"]
     header += [f"k = {k}" for k in ks if k != shown]
     lines = []
     ways = dict.fromkeys((row["drafter"], row["temperature"], row["verify"]) for row in good)
     for drafter, temperature, verify in ways:
         cells = {
-            (row["category"], row["k"]): row
+            (row["prompt_set"] if row["prompt_set"] in PUBLIC else row["category"], row["k"]): row
             for row in good
             if (row["drafter"], row["temperature"], row["verify"]) == (drafter, temperature, verify)
         }
@@ -147,8 +145,8 @@ def table(rows: list[dict]) -> Table:
 def headlines(rows: list[dict]) -> list[tuple[str, str]]:
     """Acceptance length of each drafter, greedy at k = 3 over all prompts."""
     return [
-        (f"tokens a step at k = 3, greedy, {row['prompts']} prompts of {row['prompt_set']}: {row['drafter']}",
+        (f"tokens a step at k = {K}, greedy, {row['prompts']} prompts of {row['prompt_set']}: {row['drafter']}",
          f"{row['acceptance_length']:.2f}")
         for row in rows
-        if row["status"] == "ok" and (row["k"], row["temperature"], row["category"]) == (3, 0.0, ALL)
+        if row["status"] == "ok" and (row["k"], row["temperature"], row["category"]) == (K, 0.0, ALL)
     ]  # fmt: skip

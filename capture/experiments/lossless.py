@@ -130,6 +130,10 @@ def measure(quick: bool, seed: int) -> Iterator[dict]:
         yield from greedy_rows(GREEDY_DRAFTERS, (1, 3, 7), None, 32)
 
 
+def _shown(p_value: float) -> str:
+    return f"{p_value:.2f}" if p_value >= 0.01 else f"{max(p_value, 1e-12):.0e}"
+
+
 def table(rows: list[dict]) -> Table:
     header = ["what", "drafter", "verification", "k", "samples or answers", "replays", "accepted", "p-value or same text"]
     lines = []
@@ -140,8 +144,7 @@ def table(rows: list[dict]) -> Table:
             lines.append(["greedy", row["drafter"], "both alike", ks, str(row["answers"]), "", "", same])
         elif "p_value" in row:
             share = "" if row["accepted_share"] is None else f"{100 * row['accepted_share']:.0f} %"
-            p_value = f"{row['p_value']:.2f}" if row["p_value"] >= 0.01 else f"{max(row['p_value'], 1e-12):.0e}"
-            counts = [str(row["samples"]), str(row["replays"]), share, p_value]
+            counts = [str(row["samples"]), str(row["replays"]), share, _shown(row["p_value"])]
             lines.append([row["what"], row["drafter"], row["verify"], ks, *counts])
     absent = [f"{row['drafter']} is {row['status']}." for row in rows if "status" in row]
     note = (
@@ -157,8 +160,8 @@ def headlines(rows: list[dict]) -> list[tuple[str, str]]:
     told = []
     if laws:
         replays = sum(row["replays"] for row in laws)
-        told = [(f"smallest p-value of {len(laws)} laws, {replays} replays", f"{min(row['p_value'] for row in laws):.2f}")]
-    told += [("p-value of a control that is not lossless", f"{max(row['p_value'], 1e-12):.0e}") for row in control]
+        told = [(f"smallest p-value of {len(laws)} laws, {replays} replays", _shown(min(row["p_value"] for row in laws)))]
+    told += [("p-value of a control that is not lossless", _shown(row["p_value"])) for row in control]
     greedy = [row for row in rows if "same" in row]
     if greedy:
         same, answers = (sum(row[name] for row in greedy) for name in ("same", "answers"))

@@ -52,7 +52,6 @@ class Experiment:
         measure: (quick, seed) -> rows, one at a time; they are kept as they come.
         table: rows of one device -> what is drawn.
         headlines: rows of one device -> (figure, value) of what the README says; none by default.
-        total: (quick) -> number of rows, for the progress bar; None if unknown.
     """
 
     name: str
@@ -60,7 +59,6 @@ class Experiment:
     measure: Callable[[bool, int], Iterator[dict]]
     table: Callable[[list[dict]], Table]
     headlines: Callable[[list[dict]], list[tuple[str, str]]] = lambda rows: []
-    total: Callable[[bool], int] | None = None
 
 
 def save(path: Path, content: dict) -> None:
@@ -98,8 +96,7 @@ def measure(experiment: Experiment, quick: bool, seed: int, command: str, path: 
         "schema": SCHEMA, "experiment": experiment.name, "command": command, "seed": seed, "env": environment(),
         "complete": False, "note": note, "rows": [],
     }  # fmt: skip
-    total = experiment.total(quick) if experiment.total else None
-    with tqdm(total=total, desc=experiment.name, unit="row") as bar:
+    with tqdm(desc=experiment.name, unit="row") as bar:
         for row in experiment.measure(quick, seed):
             content["rows"].append(row)
             bar.update()

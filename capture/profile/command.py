@@ -18,14 +18,14 @@ from stepgraph.capture.request import SamplingParams
 from stepgraph.capture.schedule import SCHEDULE_KEY, require_int, show
 from stepgraph.kernels.environment import environment
 from stepgraph.kernels.output import require_writable, write_whole
-from stepgraph.model.drafters.spec import KNOWN as KNOWN_DRAFTERS
+from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = EngineOptions()
     add = parser.add_argument
     add("--model", default=defaults.model, help="as of stepgraph generate")
-    add("--drafter", help=f"{KNOWN_DRAFTERS} (default: hybrid where a head is shipped for the model, else ngram)")
+    add("--drafter", help=DRAFTER_HELP)
     add("--batches", default="1,2,4,8", help="batch sizes to time (default 1,2,4,8)")
     add("--ks", default="0,1,2,3,5", help="k to time (default 0,1,2,3,5)")
     add("--contexts", default="256", help="tokens in the cache of each request (default 256)")

@@ -8,6 +8,8 @@ KNOWN = (
     "none, ngram, ngram:MIN-MAX, early-exit:N, draft-model:NAME_OR_PATH, eagle3, eagle3:DIRECTORY, eagle3:random, "
     "hybrid, hybrid:MIN, hybrid:MIN:early-exit:N, hybrid:MIN:eagle3:DIRECTORY"
 )
+DEFAULT = "hybrid where a head is shipped for the model, else ngram"  # of `stepgraph.model.drafters.default_drafter`
+HELP = f"{KNOWN} (default: {DEFAULT})"
 LONGEST_MATCH = 4  # looked for by default
 # Tokens that have to match before the look-up's proposal is taken instead of the other drafter's.
 HYBRID_MATCH = 3

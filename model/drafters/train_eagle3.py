@@ -119,17 +119,17 @@ def train(args: argparse.Namespace) -> dict:
     loaded = load_model(args.target, dtype=dtype, device=args.device, max_positions=args.max_len + args.passes)
     target, corpus = loaded.model, Corpus(args.out / "data")
     state, vocab = args.out / "state.pt", target.config.vocab_size
+    # Before the texts are written: a head that does not fit should not be found out half an hour later.
+    head = None if args.start_from is None else copy_in_float32(load_eagle3(args.start_from, target))
     if not state.exists():
         write_data(loaded, corpus, args)
     if not corpus.texts:
         raise ValueError(
             f"{args.out / 'data'} has no texts, and the budget for data is spent; give --data-minutes or --max-tokens"
         )
-    if args.start_from is None:
+    if head is None:
         ids = corpus.draft_vocabulary(min(args.draft_vocab, vocab), vocab).to(target.device)
         head = new_head(target, ids, seed=args.seed, warm=args.warm_start, kv_heads=args.kv_heads, inner=args.inner)
-    else:
-        head = copy_in_float32(load_eagle3(args.start_from, target))
     options = TrainOptions(
         passes=args.passes, batch_tokens=args.batch_tokens, lr=args.lr, frozen_head=args.frozen_head, epochs=args.epochs,
         train_tokens=args.train_tokens, minutes=args.train_minutes, seed=args.seed,

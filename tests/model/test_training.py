@@ -141,6 +141,13 @@ def test_training_reduces_the_loss_on_a_toy_target(tmp_path):
     assert head.eagle.draft_vocab_size == 120
     assert torch.equal(head.lm_head, target.embed[head.target_ids].bfloat16().float())
 
+    further = tmp_path / "further"
+    shutil.copytree(out / "data", further / "data")
+    assert main(arguments(further, **{"start-from": out / "head", "train-tokens": 1})) == 0
+    started = json.loads((further / "head" / "card.json").read_text())["held_out"]
+    assert started["loss"] == pytest.approx(after["loss"], abs=0.02)
+    assert torch.equal(load_eagle3(further / "head", target).target_ids, head.target_ids)
+
 
 def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
@@ -201,6 +208,9 @@ def test_what_cannot_be_trained_is_said_in_a_sentence(tmp_path, capsys):
     assert "no preset is called 'nothing'" in capsys.readouterr().err
     assert main(arguments(tmp_path, **{"max-tokens": 0})) == 2
     assert "has no texts" in capsys.readouterr().err
+    assert main(arguments(tmp_path / "new", **{"start-from": tmp_path / "nowhere"})) == 2
+    assert "nowhere is no directory" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
     (tmp_path / "p.jsonl").write_text('{"question": 1}')
     assert main(arguments(tmp_path, prompts=tmp_path / "p.jsonl")) == 2
     assert "line 1" in capsys.readouterr().err

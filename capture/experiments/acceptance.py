@@ -16,7 +16,7 @@ from stepgraph.capture.stats import acceptance_by_position
 from stepgraph.model.checkpoint import CheckpointError, LoadedModel, load_model
 
 MODEL = "smollm2-135m"
-CHEAP, LAYERED = ("ngram", "eagle3", "hybrid"), ("early-exit:20", "early-exit:26", "early-exit:28")
+DRAFTERS = ("ngram", "eagle3", "hybrid")
 PUBLIC_PROMPTS = 32  # of each public set, spread over it
 K, OTHER_KS = 3, (1, 2, 4, 5, 6, 7)
 # (temperature, verification): greedy is decided alike by both methods.
@@ -92,23 +92,27 @@ def _counted(outputs: Sequence[RequestOutput]) -> dict:
     }
 
 
-def measure(quick: bool, seed: int) -> Iterator[dict]:
-    """The grid of the table; `quick` is one drafter, one k and a prompt of each category."""
-    loaded = load_model(MODEL)
-    if quick:
-        yield from acceptance_rows(loaded, ("ngram",), (K,), WAYS[:1], OWN, prompts=1, new_tokens=24, seed=seed)
-        return
+def grid(loaded: LoadedModel, drafters: Sequence[str], public: Sequence[str], seed: int) -> Iterator[dict]:
+    """Every k, temperature and verification on the own prompts, the k that is shown first; `public` sets at that k alone."""
     options = {"new_tokens": 64, "seed": seed}
-    for drafters in CHEAP, LAYERED:
-        yield from acceptance_rows(loaded, drafters, (K,), WAYS[:1], OWN, prompts=None, **options)
-        for name in PUBLIC if drafters is CHEAP else ():
-            try:
-                yield from acceptance_rows(loaded, drafters, (K,), WAYS[:1], name, prompts=PUBLIC_PROMPTS, **options)
-            except ValueError as error:
-                yield {"drafter": f"{name} with all drafters", "status": f"absent: {error}"}
-        yield from acceptance_rows(loaded, drafters, (K,), WAYS[1:], OWN, prompts=None, **options)
-    for drafters in CHEAP, LAYERED:
-        yield from acceptance_rows(loaded, drafters, OTHER_KS, WAYS[:1], OWN, prompts=None, **options)
+    yield from acceptance_rows(loaded, drafters, (K,), WAYS[:1], OWN, prompts=None, **options)
+    for name in public:
+        try:
+            yield from acceptance_rows(loaded, drafters, (K,), WAYS[:1], name, prompts=PUBLIC_PROMPTS, **options)
+        except ValueError as error:
+            yield {"drafter": f"{name} with all drafters", "status": f"absent: {error}"}
+    yield from acceptance_rows(loaded, drafters, (K,), WAYS[1:], OWN, prompts=None, **options)
+    yield from acceptance_rows(loaded, drafters, OTHER_KS, WAYS[:1], OWN, prompts=None, **options)
+
+
+def quick_rows(drafter: str, seed: int) -> Iterator[dict]:
+    """One drafter, one k and a prompt of each category."""
+    return acceptance_rows(load_model(MODEL), (drafter,), (K,), WAYS[:1], OWN, prompts=1, new_tokens=24, seed=seed)
+
+
+def measure(quick: bool, seed: int) -> Iterator[dict]:
+    """The grid of look-up, head and both; `quick` is a small part."""
+    yield from quick_rows("ngram", seed) if quick else grid(load_model(MODEL), DRAFTERS, PUBLIC, seed)
 
 
 def table(rows: list[dict]) -> Table:

@@ -3,7 +3,7 @@
 import sys
 from types import ModuleType
 
-from stepgraph.capture.experiments import acceptance, dynamic, economy, kernels, lossless, modes, peers, regret
+from stepgraph.capture.experiments import acceptance, dynamic, early_exit, economy, kernels, lossless, modes, peers, regret
 from stepgraph.capture.experiments.results import Experiment, main
 
 
@@ -15,6 +15,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         _experiment("Acceptance length", acceptance),
+        _experiment("Acceptance length of the target's first layers", early_exit),
         _experiment("Greedy decoding beside other programs", peers),
         _experiment("FULL, THREE_GRAPH, PIECEWISE, EAGER", modes),
         _experiment("Dynamic schedule against fixed k", dynamic),

@@ -2,7 +2,7 @@
 
     python -m stepgraph.kernels.bench OP [--json [PATH]] [--dtype DTYPE] [--small]
 
-OP is attention, norm, silu, rope, linear, ngram, work or tail. Each row: kernel, provider, x, cache (warm or cold L2),
+OP is attention, norm, silu, rope, linear, ngram, work, advance or tail. Each row: kernel, provider, x, cache (warm or cold L2),
 microseconds p20/p50/p80, GB/s and its share of the measured copy bandwidth, and what it ran on. A kernel is checked against
 float64 first; a wrong one is reported as such, never with a time. Without a GPU the references run, marked as such: that tests
 this program and says nothing about a kernel. `tail` is all of a step from logits to tokens (`stepgraph.kernels.bench_tail`), in
@@ -31,7 +31,9 @@ def rows_of(op: str, case: Case, device: torch.device) -> Iterator[dict]:
     providers = {"reference": case.reference, **case.others}
     if device.type == "cuda":
         try:
-            assert_kernel_close(case.pick(case.triton(*case.args)), case.reference, *case.args, pick=case.pick)
+            # Copies, since an op may write to its arguments.
+            once = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in case.args]
+            assert_kernel_close(case.pick(case.triton(*once)), case.reference, *case.args, pick=case.pick)
             providers = {"triton": case.triton, **providers}
         except AssertionError as error:
             yield {**base, "provider": "triton", "status": f"wrong: {error}"}

@@ -7,6 +7,7 @@ import torch
 
 from stepgraph.kernels import baselines
 from stepgraph.kernels.activation import silu_mul_reference
+from stepgraph.kernels.advance import RESULT_HEAD, advance_reference
 from stepgraph.kernels.attention.reference import uniform_decode_attention_reference
 from stepgraph.kernels.attention.work import HEADER, SPLIT, build_attention_work_reference
 from stepgraph.kernels.linear import linear_library
@@ -32,6 +33,7 @@ class Case:
         op: the op's name.
         others: provider -> function, or None where it is absent.
         pick: the tensor to compare where the op returns several.
+        wrap: turns an implementation of the op into what is called, for an op that returns nothing.
     """
 
     x: str
@@ -41,10 +43,11 @@ class Case:
     op: str
     others: dict[str, Callable | None]
     pick: Callable = lambda out: out
+    wrap: Callable[[Callable], Callable] = lambda function: function
 
     @property
     def triton(self) -> Callable:
-        return implementation(self.op, "triton")
+        return self.wrap(implementation(self.op, "triton"))
 
 
 def _bytes(*tensors: torch.Tensor) -> int:
@@ -135,6 +138,37 @@ def _work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Cas
         )  # fmt: skip
 
 
+RESULTS = 14  # which argument of `advance` is what the host reads
+
+
+def _and_results(advance: Callable) -> Callable:
+    def call(*args: torch.Tensor) -> torch.Tensor:
+        advance(*args)
+        return args[RESULTS]
+
+    return call
+
+
+def _advance(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Case]:
+    """One draft of k accepted, two tokens committed; there is room for more calls than the timing makes."""
+    k, room = 4, 4096
+    for batch in (2,) if small else (1, 8, 64, 256):
+        row = torch.arange(batch, device=device)
+        slot = torch.zeros(batch + 1, dtype=torch.int64, device=device)
+        emitted = torch.full((batch, k + 1), -1, device=device)
+        emitted[:, :2] = 7
+        at_position = torch.zeros(batch + 1, k, dtype=torch.int64, device=device)
+        results = torch.zeros(batch, RESULT_HEAD + k + 1, dtype=torch.int64, device=device)
+        step = (row, row >= 0, emitted, torch.ones_like(row), torch.full_like(row, k), torch.zeros_like(row))
+        state = (slot + 9, slot.clone(), slot[:, None].repeat(1, room), slot.clone(), slot.clone())
+        counters = (at_position, at_position.clone(), slot.clone(), results)
+        args = (*step, *state, *counters, torch.full((batch + 1, 8), -1, device=device), slot + room)
+        nbytes = _bytes(*step, results) + 2 * _bytes(*state[:2], *state[3:], *counters[:3]) + _bytes(*args[-2:]) + 16 * batch
+        yield Case(
+            f"B={batch} k={k}", args, nbytes, _and_results(advance_reference), "advance", {}, wrap=_and_results
+        )  # fmt: skip
+
+
 CASES: dict[str, Callable[[torch.device, torch.dtype, bool], Iterator[Case]]] = {
     "attention": _attention,
     "norm": _norm,
@@ -143,4 +177,5 @@ CASES: dict[str, Callable[[torch.device, torch.dtype, bool], Iterator[Case]]] = 
     "linear": _linear,
     "ngram": _ngram,
     "work": _work,
+    "advance": _advance,
 }

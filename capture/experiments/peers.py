@@ -15,6 +15,7 @@ from statistics import median, quantiles
 import torch
 
 from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
+from stepgraph.capture.experiments.llama_cpp import llama_cpp_generate
 from stepgraph.capture.experiments.prompt_sets import load_prompts, spread
 from stepgraph.capture.experiments.results import Table
 from stepgraph.capture.prompts import encode_prompt
@@ -23,8 +24,9 @@ from stepgraph.model.checkpoint import CheckpointError, LoadedModel, load_model
 from stepgraph.model.transformer import Transformer
 
 MODEL = "smollm2-135m"
+LLAMA_CPP = "llama.cpp-q4_1"  # its weights, whatever the dtype of the others
 PROVIDERS = (
-    "transformers", "transformers-lookup", "transformers-assisted", "llama.cpp", "ours", "ours-ngram", "ours-eagle3",
+    "transformers", "transformers-lookup", "transformers-assisted", LLAMA_CPP, "ours", "ours-ngram", "ours-eagle3",
     "ours-hybrid",
 )  # fmt: skip
 BASELINE = "transformers"
@@ -124,8 +126,8 @@ def providers(loaded: LoadedModel, max_len: int) -> Iterator[tuple[str, Generate
     for name in PROVIDERS:
         if name in THEIR_OPTIONS:
             yield name, "transformers is not installed" if theirs is None else their_generate(theirs, **THEIR_OPTIONS[name])
-        elif name == "llama.cpp":
-            yield name, "not run by this script yet" if find_spec("llama_cpp") else "llama-cpp-python is not installed"
+        elif name == LLAMA_CPP:
+            yield name, llama_cpp_generate(MODEL, max_len) if find_spec("llama_cpp") else "llama-cpp-python is not installed"
         else:
             try:
                 yield name, _ours(loaded, name.partition("-")[2] or "none", max_len)
@@ -162,7 +164,7 @@ def peer_rows(dtype: str, prompts: int, new_tokens: int) -> Iterator[dict]:
     baseline = runs.get(BASELINE)
     for name, run in runs.items():
         row = {"provider": name, "status": "ok", "dtype": dtype, "prompts": len(ids), "new_tokens": new_tokens}
-        row |= {"k": 0 if name in ("transformers", "ours") else K, "threads": torch.get_num_threads()}
+        row |= {"k": 0 if name in (BASELINE, LLAMA_CPP, "ours") else K, "threads": torch.get_num_threads()}
         row |= _spread("tokens_per_s", run.rates())
         if baseline is not None:
             ratios = [rate / theirs for rate, theirs in zip(run.rates(), baseline.rates(), strict=True)]

@@ -19,7 +19,8 @@ def guarded(run: Callable[[], int], name: str = "stepgraph") -> int:
     for stream in ("stdout", "stderr"):
         if getattr(sys, stream) is None:  # closed by the caller
             setattr(sys, stream, open(os.devnull, "w"))  # noqa: SIM115
-        getattr(sys, stream).reconfigure(errors="replace")  # a terminal that cannot show a character still gets the rest
+        if hasattr(getattr(sys, stream), "reconfigure"):  # a notebook's streams and a StringIO take every character
+            getattr(sys, stream).reconfigure(errors="replace")  # a terminal that cannot show one still gets the rest
     try:
         status = run()
         sys.stdout.flush()  # a short output is still held back, and what is wrong with writing it is to be said here

@@ -22,5 +22,6 @@ def shipped_head(target_name: str) -> Path:
     names = sorted(path.parent.name for path in SHIPPED_FOLDER.glob("*/config.json"))
     shipped = f"the ones shipped are for {', '.join(names)}" if names else "none is shipped"
     raise CheckpointError(
-        f"there is no EAGLE-3 head for {target_name!r}: {shipped}; give eagle3:DIRECTORY, or eagle3:random for timing"
+        f"there is no EAGLE-3 head for {target_name!r}: {shipped}; give eagle3:DIRECTORY (in a hybrid, "
+        "hybrid:MIN:eagle3:DIRECTORY or hybrid:MIN:early-exit:N), or eagle3:random for timing"
     )

@@ -284,6 +284,8 @@ def test_names():
         DrafterSpec.parse("eagle3:")
     with pytest.raises(CheckpointError, match=r"no EAGLE-3 head for 'random:tiny-llama'.*give eagle3:DIRECTORY"):
         build_engine(EngineOptions("random:tiny-llama", "eagle3"))
+    with pytest.raises(CheckpointError, match="hybrid:MIN:early-exit:N"):
+        build_engine(EngineOptions("random:tiny-llama", "hybrid"))
     with pytest.raises(CheckpointError, match="nowhere is no directory"):
         build_engine(EngineOptions("random:tiny-llama", "eagle3:nowhere"))
 

@@ -1,10 +1,15 @@
 """Commands whose output goes nowhere, or whose work fails: one sentence and a status, whenever Python flushes."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
+
+from stepgraph.kernels.command import guarded
 
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 
@@ -49,3 +54,12 @@ def test_an_output_that_cannot_be_kept_is_an_error(environment):
 )
 def test_what_ends_a_command_is_one_line(body, expected):
     assert outcome(body, subprocess.DEVNULL) == expected
+
+
+def test_a_command_runs_where_output_is_no_file():
+    said, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors), warnings.catch_warnings():
+        assert guarded(lambda: print("x") or 0) == 0
+        assert guarded(lambda: int("y"), "name") == 2
+    assert said.getvalue() == "x\n"
+    assert errors.getvalue().startswith("name: error: invalid literal for int()")

@@ -18,7 +18,7 @@ from stepgraph.model.checkpoint import LoadedModel, load_model
 from stepgraph.model.drafters import DrafterSpec, EarlyStop, default_drafter, load_draft_weights, make_drafter
 from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV, block_bytes
-from stepgraph.model.transformer import Transformer
+from stepgraph.model.transformer import Transformer, pack_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 DEFAULT_MAX_LEN = 2048
@@ -153,7 +153,10 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
 
     spec = DrafterSpec.parse(options.drafter)
     draft_weights = load_draft_weights(spec, target, loaded.name)
-    num_blocks = _num_blocks(options, max_len, [m for m in (target, draft_weights) if m is not None])
+    models = [model for model in (target, draft_weights) if model is not None]
+    for model in models:
+        pack_weights(model)
+    num_blocks = _num_blocks(options, max_len, models)
     kv = PagedKV(target.config, num_blocks=num_blocks, block_size=options.block_size, dtype=target.dtype, device=target.device)
     early_stop = None if options.early_stop is None else EarlyStop.parse(options.early_stop)
     drafter = make_drafter(spec, target, kv, draft_weights, options.max_batch, early_stop)

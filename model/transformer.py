@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from stepgraph.kernels.activation import silu_mul
 from stepgraph.kernels.attention import build_attention_work, uniform_decode_attention
-from stepgraph.kernels.linear import linear
+from stepgraph.kernels.linear import linear, pack
 from stepgraph.kernels.norm import add_rms_norm, rms_norm
 from stepgraph.kernels.rope_kv import rope_kv_write
 from stepgraph.model.config import ModelConfig
@@ -85,17 +85,28 @@ class DecoderLayer(nn.Module):
         return linear(silu_mul(gate_up), self.down_weight, self.down_bias, invariant), residual
 
 
+@torch.no_grad()
 def randomize(module: nn.Module, seed: int) -> None:
     """Fill the weights of a module with N(0, 1/inputs), norms near 1, other vectors near 0."""
     parameters = dict(module.named_parameters())
     generator = torch.Generator(next(iter(parameters.values())).device).manual_seed(seed)
     for name, weight in parameters.items():
         if "norm" in name:
-            weight.data.normal_(1.0, 0.1, generator=generator)
+            weight.normal_(1.0, 0.1, generator=generator)
         elif weight.dim() == 1:
-            weight.data.normal_(0.0, 0.02, generator=generator)
+            weight.normal_(0.0, 0.02, generator=generator)
         else:
-            weight.data.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+            weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+
+
+def pack_weights(module: nn.Module) -> None:
+    """Pack what `module` multiplies with, once its weights are what they shall be (`stepgraph.kernels.linear.pack`).
+
+    Embeddings are only looked up, unless they are the output matrix too.
+    """
+    for name, weight in module.named_parameters():
+        if weight.dim() == 2 and (name != "embed" or module.lm_head is None) and not pack(weight):
+            return
 
 
 class Transformer(nn.Module):

@@ -3,7 +3,18 @@
 import sys
 from types import ModuleType
 
-from stepgraph.capture.experiments import acceptance, dynamic, early_exit, economy, kernels, lossless, modes, peers, regret
+from stepgraph.capture.experiments import (
+    acceptance,
+    dynamic,
+    early_exit,
+    economy,
+    growth,
+    kernels,
+    lossless,
+    modes,
+    peers,
+    regret,
+)
 from stepgraph.capture.experiments.results import Experiment, main
 
 
@@ -17,6 +28,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _experiment("Acceptance length", acceptance),
         _experiment("Acceptance length of the target's first layers", early_exit),
         _experiment("Greedy decoding beside other programs", peers),
+        _experiment("Growth of a step with context, batch and k", growth),
         _experiment("FULL, THREE_GRAPH, PIECEWISE, EAGER", modes),
         _experiment("Dynamic schedule against fixed k", dynamic),
         _experiment("Regret of policies for k", regret),

@@ -135,7 +135,7 @@ def test_acceptance_rows_add_up(tmp_path):
     assert "eagle3 is absent" in drawn.note
 
 
-@pytest.mark.parametrize("name", ["economy", "regret", "lossless", "modes", "dynamic", "kernels"])
+@pytest.mark.parametrize("name", ["economy", "regret", "lossless", "modes", "dynamic", "kernels", "growth"])
 def test_tables_at_tiny_sizes(name, monkeypatch):
     monkeypatch.setattr(lossless, "GREEDY_MODEL", "random:tiny-llama")
     monkeypatch.setattr(lossless, "load_prompts", lambda name: [prompt_sets.PromptRecord("a", "a", "1,2,1,2,1")] * 2)
@@ -159,6 +159,11 @@ def test_tables_at_tiny_sizes(name, monkeypatch):
         calls = {row["mode"]: row["host_calls"] for row in rows}
         assert calls["FULL"] == 1 < calls["THREE_GRAPH"] < calls["PIECEWISE"] < calls["EAGER"]
         assert [row["mode"] for row in rows if row["eager_reason"]] == ["EAGER"]
+    if name == "growth":
+        assert all(min(row["step_ms"], row["read_ms"], row["compute_ms"]) > 0 for row in rows)
+        least = {(row["axis"], row["batch"], row["context"]): row["read_ms"] for row in rows if row["k"] == 0}
+        assert least["context", 1, 16] < least["context", 1, 32]
+        assert least["batch", 1, 16] < least["batch", 2, 16]
     if name == "dynamic":
         assert {row["what"] for row in rows} == {"step", "schedule", "throughput"}
 

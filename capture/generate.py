@@ -27,7 +27,7 @@ from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults, sampling = EngineOptions(), SamplingParams()
     parser.add_argument("texts", nargs="*", metavar="PROMPT", help="prompt texts (token ids, as 1,2,3, for a random: model)")
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help='more prompts, one {"id", "category", "prompt"} a line')
+    parser.add_argument("--prompts", metavar="FILE.jsonl", help='more prompts, one {"prompt": …} a line')
     parser.add_argument("--model", default=defaults.model, help="smollm2-135m, random:PRESET, directory, .gguf or org/name")
     parser.add_argument("--drafter", help=DRAFTER_HELP)
     choice = parser.add_mutually_exclusive_group()

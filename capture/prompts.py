@@ -6,12 +6,10 @@ from pathlib import Path
 
 from stepgraph.model.tokenizer import Tokenizer
 
-PROMPT_KEYS = ("id", "category", "prompt")
-
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One line of a prompts file."""
+    """One line of a prompts file; `id` is the line's number where the file has none."""
 
     id: str
     category: str
@@ -19,7 +17,7 @@ class PromptRecord:
 
 
 def read_prompts(path: str | Path) -> list[PromptRecord]:
-    """Read a JSON-lines file with one `{"id", "category", "prompt"}` object a line; blank lines are skipped.
+    """Read a JSON-lines file of `{"prompt", "id", "category"}` objects; only the prompt has to be there. Blank lines do not count.
 
     Raises:
         ValueError: the file cannot be read, or a line is not such an object; names the line.
@@ -36,9 +34,14 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
             entry = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"prompts file {path}, line {number}: not JSON ({error})") from None
-        if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in PROMPT_KEYS):
-            raise ValueError(f'prompts file {path}, line {number}: an object with texts "id", "category", "prompt" is needed')
-        records.append(PromptRecord(*(entry[key] for key in PROMPT_KEYS)))
+        values = {"id": str(number), "category": "", **entry} if isinstance(entry, dict) else {}
+        fields = [values.get(key) for key in ("id", "category", "prompt")]
+        if not all(isinstance(value, str) for value in fields):
+            raise ValueError(
+                f'prompts file {path}, line {number}: an object with the text "prompt" is needed; "id" and "category" may be '
+                "there, as texts"
+            )
+        records.append(PromptRecord(*fields))
     if not records:
         raise ValueError(f"prompts file {path} has no prompts")
     return records

@@ -59,7 +59,7 @@ def test_schedule_from_text_and_from_file_choose_the_same_k(capsys, tmp_path):
 
 def test_prompts_file(capsys, tmp_path):
     file = tmp_path / "prompts.jsonl"
-    file.write_text('{"id": "a", "category": "c", "prompt": "1,2"}\n\n{"id": "b", "category": "c", "prompt": "3"}\n')
+    file.write_text('{"id": "a", "category": "c", "prompt": "1,2"}\n\n{"prompt": "3"}\n')
     assert generate("--prompts", str(file), "--max-new-tokens", "2", "--json", "-") == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [request["prompt"] for request in document["requests"]] == ["1,2", "3"]

@@ -17,7 +17,7 @@ class PromptRecord:
 
 
 def read_prompts(path: str | Path) -> list[PromptRecord]:
-    """Read a JSON-lines file of `{"prompt", "id", "category"}` objects; only the prompt has to be there. Blank lines do not count.
+    """Read a JSON-lines file of `{"prompt", "id", "category"}` objects; only the prompt is needed. Blank lines do not count.
 
     Raises:
         ValueError: the file cannot be read, or a line is not such an object; names the line.

@@ -1,9 +1,15 @@
 """The comparison with other programs: the same weights on both sides, and what its table says."""
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 import torch
 from oracles import to_transformers
 from worlds import tiny_model
 
+from stepgraph.capture.experiments import llama_cpp
 from stepgraph.capture.experiments.peers import THEIR_OPTIONS, hugging_face, table, their_generate
 
 
@@ -21,6 +27,36 @@ def test_their_speculative_ways_give_their_greedy_text():
     texts = [their_generate(theirs, **options)([3, 1, 4, 1, 5, 3, 1], 12) for options in ways]
     assert len(texts[0]) == 12
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_llama_cpp_starts_every_prompt_anew_and_does_not_repack_where_that_crashes(amx, monkeypatch):
+    seen = []
+
+    class Llama:
+        def __init__(self, path, **options):
+            seen.append((path, options["n_ctx"], package.llama_cpp.llama_model_default_params().use_extra_bufts))
+
+        def reset(self):
+            seen.append("reset")
+
+        def generate(self, ids, temp):
+            assert temp == 0.0
+            yield from range(len(ids), 100)
+
+    def defaults():
+        return SimpleNamespace(use_extra_bufts=True)
+
+    package = SimpleNamespace(
+        Llama=Llama, llama_model_default_params=defaults, llama_cpp=SimpleNamespace(llama_model_default_params=defaults)
+    )
+    monkeypatch.setitem(sys.modules, "llama_cpp", package)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(llama_cpp, "embedded_path", lambda name: Path(name))
+    generate = llama_cpp.llama_cpp_generate("m", 64)
+    assert package.llama_cpp.llama_model_default_params is defaults
+    assert [generate([1, 2, 3], 2), generate([1], 3)] == [[3, 4], [1, 2, 3]]
+    assert seen == [("m", 64, not amx), "reset", "reset"]
 
 
 def test_table_names_what_is_absent():

@@ -40,24 +40,33 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight once more in the order in which oneDNN reads it, and the version of the weight that it was made from."""
+    """A weight once more in the order in which oneDNN reads it, and what it was made from: an alias of the weight, which keeps
+    its memory from being given to another, and the weight's version.
+    """
 
     weight: Tensor
+    source: Tensor
     version: int
+
+    def __reduce__(self):
+        # oneDNN's order cannot be copied or saved; what goes out is empty, of a type that every `torch.load` takes.
+        return set, ()
 
 
 def pack(weight: Tensor) -> bool:
     """Keep beside a CPU weight `[N, K]` what makes `linear_cpu` fast with it; says whether this processor can.
 
     On two cores (AVX-512), all products of the embedded model take 0.6 of the time at 1 to 32 rows in float32, and in bfloat16,
-    where 8 rows cost what 1 costs. It takes the weight's memory once more. A weight that is changed in place is packed no more.
+    where 8 rows cost what 1 costs. It takes the weight's memory once more. A weight that is changed in place, moved or replaced
+    is packed no more. A write that torch does not count goes unseen: through `.data`, NumPy or a fused optimizer.
     """
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+    if weight.dim() != 2 or weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return False
     if _packed(weight) is not None:
         return True
     try:
-        weight.packed = Packed(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), TILE), weight._version)
+        source = weight.detach()
+        weight.packed = Packed(torch.ops.mkldnn._reorder_linear_weight(source, TILE), source, weight._version)
     except (AttributeError, RuntimeError):  # no oneDNN in this build, or no bfloat16 in this processor
         return False
     return True
@@ -65,7 +74,12 @@ def pack(weight: Tensor) -> bool:
 
 def _packed(weight: Tensor) -> Tensor | None:
     packed = getattr(weight, "packed", None)
-    return packed.weight if packed is not None and packed.version == weight._version else None
+    if not isinstance(packed, Packed):
+        return None
+    if packed.source.is_set_to(weight) and packed.version == weight._version:
+        return packed.weight
+    weight.packed = None  # the weight is another by now, and the memory goes back
+    return None
 
 
 def packed_product(rows: Tensor, packed: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
@@ -86,8 +100,10 @@ def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) 
     """
     rows = x.reshape(-1, x.shape[-1])
     packed = _packed(weight)
-    if packed is not None and len(rows):
-        out = packed_product(rows.contiguous(), packed, bias, invariant)
+    # oneDNN's product has no gradient, and reads a bias as if its values were side by side.
+    learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
+    if packed is not None and len(rows) and not learns:
+        out = packed_product(rows.contiguous(), packed, None if bias is None else bias.contiguous(), invariant)
         return out.view(*x.shape[:-1], weight.shape[0])
     if invariant or x.dtype != torch.float32 or len(rows) < 2:
         return linear_reference(x, weight, bias, invariant)

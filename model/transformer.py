@@ -99,13 +99,16 @@ def randomize(module: nn.Module, seed: int) -> None:
             weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
 
 
-def pack_weights(module: nn.Module) -> None:
-    """Pack what `module` multiplies with, once its weights are what they shall be (`stepgraph.kernels.linear.pack`).
+def multiplied(module: nn.Module) -> list[nn.Parameter]:
+    """The matrices that `module` multiplies with. Embeddings are only looked up, unless they are the output matrix too."""
+    named = module.named_parameters()
+    return [weight for name, weight in named if weight.dim() == 2 and (name != "embed" or module.lm_head is None)]
 
-    Embeddings are only looked up, unless they are the output matrix too.
-    """
-    for name, weight in module.named_parameters():
-        if weight.dim() == 2 and (name != "embed" or module.lm_head is None) and not pack(weight):
+
+def pack_weights(module: nn.Module) -> None:
+    """Pack what `module` multiplies with, once its weights are what they shall be (`stepgraph.kernels.linear.pack`)."""
+    for weight in multiplied(module):
+        if not pack(weight):
             return
 
 

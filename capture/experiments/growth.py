@@ -1,22 +1,22 @@
 """How the time of a step grows with context, batch and k, each against what it cannot be less than.
 
 The floor of a step is the larger of two times: that of reading every weight once and the keys and values of every request, at
-the copy bandwidth measured here; and that of its multiplications, at the rate of a large matrix product measured here. Look-up
-drafts, so that a step is one pass of the target over batch x (k + 1) rows.
+the rate at which a large tensor is read here; and that of its multiplications, at the rate of a large matrix product here. Both
+rates are the fastest of a few tries. Look-up drafts, so that a step is one pass of the target over batch x (k + 1) rows.
 """
 
 import time
-from collections.abc import Iterator
-from statistics import median
+from collections.abc import Callable, Iterator
 
 import torch
 
 from stepgraph.capture.build import EngineOptions
 from stepgraph.capture.experiments.results import Table
 from stepgraph.capture.profile.measure import measure_costs
-from stepgraph.kernels.timing import copy_bandwidth
+from stepgraph.kernels.linear import linear, pack
 from stepgraph.model.checkpoint import LoadedModel, load_model
 from stepgraph.model.kv_cache import block_bytes
+from stepgraph.model.transformer import multiplied
 
 MODEL, K, CONTEXT = "smollm2-135m", 3, 128
 # axis -> (batches, ks, contexts)
@@ -33,23 +33,35 @@ SAYS = {
 }
 
 
-def matrix_rate(dtype: torch.dtype, device: torch.device, rows: int = 512, size: int = 1024) -> float:
-    """Multiply-adds a second, counted as two operations, of a large product."""
-    x, weight = torch.ones(rows, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
+def fastest_s(call: Callable[[], object], device: torch.device, tries: int = 7) -> float:
+    """Seconds of the fastest call: what else the machine does makes a call slower, and a floor must not move with it."""
     seconds = []
-    for _ in range(7):
+    for _ in range(tries):
         start_s = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
+        call()
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start_s)
-    return 2 * rows * size * size / median(seconds[2:])
+    return min(seconds)
+
+
+def read_rate(device: torch.device) -> float:
+    """Bytes a second read, of memory and not of a cache. Nothing is written: a copy reads more slowly."""
+    source = torch.ones(2**28 if device.type == "cuda" else 2**26, device=device)
+    return source.nbytes / fastest_s(source.sum, device)
+
+
+def matrix_rate(dtype: torch.dtype, device: torch.device, rows: int = 512, size: int = 1024) -> float:
+    """Multiply-adds a second, counted as two operations, of a large product, with its weight packed as a step's are."""
+    x, weight = torch.ones(rows, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
+    pack(weight)
+    return 2 * rows * size * size / fastest_s(lambda: linear(x, weight, None, False), device)
 
 
 def floors_ms(loaded: LoadedModel, batch: int, k: int, context: int, bytes_per_s: float, flops: float) -> dict[str, float]:
     """Least times of a step: of reading weights and KV, and of its products and attention."""
     config, rows = loaded.model.config, batch * (k + 1)
-    weights = sum(weight.numel() for weight in loaded.model.parameters() if weight.dim() == 2)
+    weights = sum(weight.numel() for weight in multiplied(loaded.model))
     kv_bytes = batch * context * block_bytes(config, 1, loaded.model.dtype)
     attention = 4 * rows * context * config.num_layers * config.num_heads * config.head_dim
     return {
@@ -61,7 +73,7 @@ def floors_ms(loaded: LoadedModel, batch: int, k: int, context: int, bytes_per_s
 def growth_rows(loaded: LoadedModel, curves: dict, dtype: str, repeats: int) -> Iterator[dict]:
     """A row for each point of each curve: the median of replays, its spread, and both floors."""
     device = loaded.model.device
-    bytes_per_s, flops = copy_bandwidth(device) * 1e9, matrix_rate(loaded.model.dtype, device)
+    bytes_per_s, flops = read_rate(device), matrix_rate(loaded.model.dtype, device)
     options = EngineOptions(loaded.name, "ngram", k=K)
     for axis, (batches, ks, contexts) in curves.items():
         for row in measure_costs(options, loaded, batches, ks, contexts, repeats):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections import Counter
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from stepgraph.capture.cli import main as command_line
-from stepgraph.capture.experiments import acceptance, economy, lossless, prompt_sets, readme, results
+from stepgraph.capture.experiments import acceptance, economy, growth, lossless, prompt_sets, readme, results
 from stepgraph.capture.experiments.catalogue import EXPERIMENTS
 from stepgraph.capture.experiments.results import Experiment, Table
 from stepgraph.kernels.environment import device_slug
+from stepgraph.kernels.linear import pack
 from stepgraph.model.checkpoint import load_model
 
 CHECKOUT = Path(__file__).parents[2]
@@ -166,6 +168,24 @@ def test_tables_at_tiny_sizes(name, monkeypatch):
         assert least["batch", 1, 16] < least["batch", 2, 16]
     if name == "dynamic":
         assert {row["what"] for row in rows} == {"step", "schedule", "throughput"}
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen2"])  # one output matrix is the embedding, the other is not
+def test_floor_of_a_step_is_what_it_multiplies_with(preset):
+    loaded = load_model(f"random:{preset}")
+    output = loaded.model.config.vocab_size * loaded.model.config.hidden_size
+    layers = sum(weight.numel() for weight in loaded.model.layers.parameters() if weight.dim() == 2)
+    floors = growth.floors_ms(loaded, 1, 0, 0, bytes_per_s=1e3, flops=1e3)
+    assert floors == {"read_ms": 4 * (output + layers), "compute_ms": 2 * (output + layers)}
+
+
+def test_rates_of_a_floor_are_the_fastest_and_of_packed_weights(monkeypatch):
+    pauses = iter([0.05, 0.05, 0, 0.05, 0.05, 0.05, 0.05])
+    assert growth.fastest_s(lambda: time.sleep(next(pauses)), torch.device("cpu")) < 0.05
+    weights = []
+    monkeypatch.setattr(growth, "linear", lambda x, weight, bias, invariant: weights.append(weight))
+    assert growth.matrix_rate(torch.float32, torch.device("cpu"), 1, 8) > 0
+    assert hasattr(weights[0], "packed") == pack(torch.ones(8, 8))
 
 
 def test_joint_law_is_the_products_of_the_next_tokens():

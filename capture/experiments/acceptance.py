@@ -4,7 +4,7 @@ Every row comes from an engine that generated: greedy text is the same whatever 
 the same positions; sampled text is each drafter's own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from stepgraph.capture.build import EngineOptions, build_engine
@@ -16,7 +16,6 @@ from stepgraph.capture.stats import acceptance_by_position
 from stepgraph.model.checkpoint import CheckpointError, LoadedModel, load_model
 
 MODEL = "smollm2-135m"
-DRAFTERS = ("ngram", "eagle3", "hybrid")
 PUBLIC_PROMPTS = 32  # of each public set, spread over it
 K, OTHER_KS = 3, (1, 2, 4, 5, 6, 7)
 # (temperature, verification): greedy is decided alike by both methods.
@@ -92,8 +91,7 @@ def _counted(outputs: Sequence[RequestOutput]) -> dict:
     }
 
 
-def grid(loaded: LoadedModel, drafters: Sequence[str], public: Sequence[str], seed: int) -> Iterator[dict]:
-    """Every k, temperature and verification on the own prompts, the k that is shown first; `public` sets at that k alone."""
+def _grid(loaded: LoadedModel, drafters: Sequence[str], public: Sequence[str], seed: int) -> Iterator[dict]:
     options = {"new_tokens": 64, "seed": seed}
     yield from acceptance_rows(loaded, drafters, (K,), WAYS[:1], OWN, prompts=None, **options)
     for name in public:
@@ -105,14 +103,21 @@ def grid(loaded: LoadedModel, drafters: Sequence[str], public: Sequence[str], se
     yield from acceptance_rows(loaded, drafters, OTHER_KS, WAYS[:1], OWN, prompts=None, **options)
 
 
-def quick_rows(drafter: str, seed: int) -> Iterator[dict]:
-    """One drafter, one k and a prompt of each category."""
-    return acceptance_rows(load_model(MODEL), (drafter,), (K,), WAYS[:1], OWN, prompts=1, new_tokens=24, seed=seed)
+def grid_of(drafters: Sequence[str], public: Sequence[str]) -> Callable[[bool, int], Iterator[dict]]:
+    """What an experiment measures, (quick, seed) -> rows: every k, temperature and verification on the own prompts, the k that
+    is shown first, and the sets `public` at that k alone; `quick` is the first drafter, one k and a prompt of each category.
+    """
+
+    def measure(quick: bool, seed: int) -> Iterator[dict]:
+        loaded = load_model(MODEL)
+        if quick:
+            return acceptance_rows(loaded, drafters[:1], (K,), WAYS[:1], OWN, prompts=1, new_tokens=24, seed=seed)
+        return _grid(loaded, drafters, public, seed)
+
+    return measure
 
 
-def measure(quick: bool, seed: int) -> Iterator[dict]:
-    """The grid of look-up, head and both; `quick` is a small part."""
-    yield from quick_rows("ngram", seed) if quick else grid(load_model(MODEL), DRAFTERS, PUBLIC, seed)
+measure = grid_of(("ngram", "eagle3", "hybrid"), PUBLIC)
 
 
 def table(rows: list[dict]) -> Table:

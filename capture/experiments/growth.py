@@ -70,25 +70,28 @@ def floors_ms(loaded: LoadedModel, batch: int, k: int, context: int, bytes_per_s
     }
 
 
-def growth_rows(loaded: LoadedModel, curves: dict, dtype: str, repeats: int) -> Iterator[dict]:
+def growth_rows(loaded: LoadedModel, curves: dict, repeats: int) -> Iterator[dict]:
     """A row for each point of each curve: the median of replays, its spread, and both floors."""
-    device = loaded.model.device
-    bytes_per_s, flops = read_rate(device), matrix_rate(loaded.model.dtype, device)
-    options = EngineOptions(loaded.name, "ngram", k=K)
+    device, dtype = loaded.model.device, loaded.model.dtype
+    bytes_per_s, flops = read_rate(device), matrix_rate(dtype, device)
+    options, named = (
+        EngineOptions(loaded.name, "ngram", k=K),
+        {"model": loaded.name, "dtype": str(dtype).removeprefix("torch.")},
+    )
     for axis, (batches, ks, contexts) in curves.items():
         for row in measure_costs(options, loaded, batches, ks, contexts, repeats):
             at = row["batch"], row["k"], row["context"]
             floors = floors_ms(loaded, *at, bytes_per_s, flops)
-            yield {"axis": axis, "model": loaded.name, "dtype": dtype, **row, **{n: round(v, 6) for n, v in floors.items()}}
+            yield {"axis": axis, **named, **row, **{n: round(v, 6) for n, v in floors.items()}}
 
 
 def measure(quick: bool, seed: int) -> Iterator[dict]:
     """The embedded model in float32 and bfloat16; `quick` is a few points of random weights."""
     if quick:
-        yield from growth_rows(load_model("random:tiny-llama"), QUICK, "float32", 2)
+        yield from growth_rows(load_model("random:tiny-llama"), QUICK, 2)
         return
     for dtype in (torch.float32, torch.bfloat16):
-        yield from growth_rows(load_model(MODEL, dtype=dtype), CURVES, str(dtype).removeprefix("torch."), 7)
+        yield from growth_rows(load_model(MODEL, dtype=dtype), CURVES, 7)
 
 
 def _curves(rows: list[dict]) -> dict[tuple, list[dict]]:
@@ -106,9 +109,8 @@ def table(rows: list[dict]) -> Table:
         cells = [f"{p[axis]}: {p['step_ms']:.0f} ({max(p['read_ms'], p['compute_ms']):.0f})" for p in points]
         grown = points[-1]["step_ms"] / points[0]["step_ms"]
         lines.append([axis, dtype, "" if k is None else str(k), "; ".join(cells), f"{grown:.2f}"])
-    note = "Points: median step and its floor, both in ms. " + " ".join(
-        SAYS[axis] for axis in dict.fromkeys(r["axis"] for r in rows)
-    )
+    axes = dict.fromkeys(row["axis"] for row in rows)
+    note = " ".join(["Points: median step and its floor, both in ms.", *(SAYS[axis] for axis in axes)])
     return Table(["over", "dtype", "k", "at: step (floor)", "last / first"], lines, note)
 
 

@@ -23,6 +23,7 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 silu_mul = register(
     "silu_mul(Tensor gate_up) -> Tensor",
     reference=silu_mul_reference,
+    numba="stepgraph.kernels.activation_numba:silu_mul_numba",
     triton="stepgraph.kernels.activation_triton:silu_mul_triton",
     fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
     check=check_silu_mul,

@@ -47,6 +47,7 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 rms_norm = register(
     "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
     reference=rms_norm_reference,
+    numba="stepgraph.kernels.norm_numba:rms_norm_numba",
     triton="stepgraph.kernels.norm_triton:rms_norm_triton",
     fake=lambda x, weight, eps: x.new_empty(x.shape),
     check=check_rms_norm,
@@ -54,6 +55,7 @@ rms_norm = register(
 add_rms_norm = register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     reference=add_rms_norm_reference,
+    numba="stepgraph.kernels.norm_numba:add_rms_norm_numba",
     triton="stepgraph.kernels.norm_triton:add_rms_norm_triton",
     fake=lambda x, residual, weight, eps: (x.new_empty(x.shape), x.new_empty(x.shape)),
     check=check_add_rms_norm,

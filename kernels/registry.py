@@ -5,13 +5,14 @@ and CUDA capture all see the same named node. Which implementation runs:
 
 | tensors | implementation |
 |---|---|
-| CPU | `cpu` where the op has one, else the reference |
+| CPU | `numba` where the op has one and Numba is installed, else `cpu` where it has one, else the reference |
 | CUDA, no float64 among them | the Triton kernel where the op has one, else the reference |
 | CUDA, float64 | the reference: float64 is there to check with, and no kernel is written for it |
 
 `use_implementation` overrides that choice, and then nothing falls back: an op without the implementation asked for raises.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -46,7 +47,7 @@ def implementation(op: str, which: str) -> Callable:
 
     Args:
         op: the op's name without its namespace.
-        which: `"reference"`, `"cpu"` or `"triton"`.
+        which: `"reference"`, `"cpu"`, `"numba"` or `"triton"`.
 
     Raises:
         NoImplementation: the op has no such implementation.
@@ -66,7 +67,7 @@ def use_implementation(which: str, *, except_for: Iterable[str] = ()) -> Iterato
     """Run every op on one implementation, whatever the device, while the context lasts.
 
     Args:
-        which: `"reference"`, `"cpu"` or `"triton"`.
+        which: `"reference"`, `"cpu"`, `"numba"` or `"triton"`.
         except_for: names of ops that keep the implementation they would have had.
     """
     token = _REQUEST.set(_Request(which, frozenset(except_for)))
@@ -85,8 +86,20 @@ def implementation_on_cpu(target: object) -> Callable | None:
     """The function that runs for CPU tensors unless `use_implementation` chooses; None for what is not an op of ours."""
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "stepgraph":
         return None
-    name = target._schema.name.partition("::")[2]
-    return implementation(name, "cpu" if "cpu" in IMPLEMENTATIONS[name] else "reference")
+    return _best_on_cpu(target._schema.name.partition("::")[2])
+
+
+def _best_on_cpu(op: str) -> Callable:
+    """The fastest that there is; an op whose Numba kernel cannot be imported loses it."""
+    known = IMPLEMENTATIONS[op]
+    if isinstance(known.get("numba"), str):
+        try:
+            implementation(op, "numba")
+        except ImportError as error:
+            if not isinstance(error, ModuleNotFoundError):  # installed, and at odds with something else
+                warnings.warn(f"{op} runs without Numba: {error}", stacklevel=3)
+            del known["numba"]
+    return implementation(op, next(which for which in ("numba", "cpu", "reference") if which in known))
 
 
 def use_triton_on_cpu(*, except_for: Iterable[str] = ()):
@@ -100,6 +113,7 @@ def register(
     reference: Callable,
     fake: Callable,
     cpu: Callable | str | None = None,
+    numba: str | None = None,
     triton: str | None = None,
     cuda: Callable | None = None,
     check: Callable[..., None] | None = None,
@@ -112,13 +126,14 @@ def register(
         fake: the shape function, used under FakeTensorMode.
         cpu: a faster implementation for the CPU; there it may read lengths on the host, since the op is opaque to a trace;
             a function, or where it is, as below.
+        numba: `"module:function"` of a faster one still, which needs Numba.
         triton: `"module:function"` of the Triton launcher; imported when it is first asked for.
         cuda: picks between implementations by argument; default the Triton launcher.
         check: takes the op's arguments and raises a ValueError where they mean nothing; runs before any implementation and the
             shape function, and reads no values. Launchers, which can be called without the op, run it themselves.
     """
     name = schema.partition("(")[0]
-    functions = {"reference": reference, "cpu": cpu, "triton": triton}
+    functions = {"reference": reference, "cpu": cpu, "numba": numba, "triton": triton}
     IMPLEMENTATIONS[name] = {which: function for which, function in functions.items() if function is not None}
 
     def requested() -> str | None:
@@ -137,8 +152,9 @@ def register(
         return run
 
     def on_cpu(*args, **kwargs):
-        which = requested() or ("cpu" if cpu else "reference")
-        return implementation(name, which)(*args, **kwargs)
+        which = requested()
+        function = _best_on_cpu(name) if which is None else implementation(name, which)
+        return function(*args, **kwargs)
 
     def on_cuda(*args, **kwargs):
         which = requested()

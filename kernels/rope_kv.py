@@ -52,6 +52,12 @@ def _require_contiguous(**caches: Tensor) -> None:
             raise ValueError(f"rope_kv_write: {name} must be contiguous; strides are {cache.stride()}")
 
 
+def require_slots(largest: int, num_slots: int) -> None:
+    """A ValueError for a slot that a cache of `num_slots` does not have."""
+    if largest >= num_slots:
+        raise ValueError(f"rope_kv_write: kv_slots has {largest}; allowed are slots up to {num_slots - 1}, and -1")
+
+
 def check_rope_kv_write(
     qkv: Tensor,
     positions: Tensor,
@@ -136,36 +142,9 @@ def rope_kv_write_cpu(
     eps: float,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Same contract and bits, and a ValueError for a slot that the cache does not have; fewer operators, and rows without a
-    slot are left out instead of being sent to the null block.
-    """
-    _require_contiguous(k_cache=k_cache, v_cache=v_cache)
-    kv_heads, head_dim = k_cache.shape[2:]
-    listed, num_slots = kv_slots.reshape(-1).tolist(), k_cache.shape[0] * k_cache.shape[1]
-    if max(listed, default=-1) >= num_slots:
-        raise ValueError(f"rope_kv_write: kv_slots has {max(listed)}; allowed are slots up to {num_slots - 1}, and -1")
-    if qkv.dtype not in (torch.float32, torch.float64) or k_cache.dtype != qkv.dtype or rope.dtype != qkv.dtype:
-        return rope_kv_write_reference(
-            qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales
-        )
-    heads = qkv.contiguous().view(-1, num_heads + 2 * kv_heads, head_dim)
-    qk, v = heads[:, : num_heads + kv_heads], heads[:, num_heads + kv_heads :]
-    if q_norm is not None or k_norm is not None:
-        parts = zip(qk.split([num_heads, kv_heads], dim=1), (q_norm, k_norm), strict=True)
-        qk = torch.cat([x if weight is None else rms_norm_reference(x, weight, eps) for x, weight in parts], dim=1)
-    angles = rope[positions.reshape(-1).clamp(0, rope.shape[0] - 1)].view(-1, 1, 2, head_dim // 2)
-    halves = qk.unflatten(-1, (2, head_dim // 2))
-    rotated, crossed = halves * angles[:, :, :1], halves * angles[:, :, 1:]
-    rotated[:, :, 0].sub_(crossed[:, :, 1])
-    rotated[:, :, 1].add_(crossed[:, :, 0])
-    rotated = rotated.flatten(2)
-    q, k, slots = rotated[:, :num_heads], rotated[:, num_heads:], kv_slots.reshape(-1)
-    if min(listed, default=0) < 0:
-        written = (slots >= 0).nonzero().flatten()
-        k, v, slots = k[written], v[written], slots[written]
-    k_cache.view(-1, kv_heads, head_dim).index_copy_(0, slots, k)
-    v_cache.view(-1, kv_heads, head_dim).index_copy_(0, slots, v)
-    return q.reshape(*qkv.shape[:2], num_heads, head_dim).clone(memory_format=torch.contiguous_format)
+    """Same contract, and a ValueError for a slot that the cache does not have."""
+    require_slots(max(kv_slots.reshape(-1).tolist(), default=-1), k_cache.shape[0] * k_cache.shape[1])
+    return rope_kv_write_reference(qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales)
 
 
 def _fake(qkv, positions, rope, kv_slots, k_cache, v_cache, q_norm, k_norm, num_heads, eps, kv_scales=None):
@@ -177,6 +156,7 @@ rope_kv_write = register(
     "Tensor? q_norm, Tensor? k_norm, int num_heads, float eps, Tensor? kv_scales=None) -> Tensor",
     reference=rope_kv_write_reference,
     cpu=rope_kv_write_cpu,
+    numba="stepgraph.kernels.rope_kv_numba:rope_kv_write_numba",
     triton="stepgraph.kernels.rope_kv_triton:rope_kv_write_triton",
     fake=_fake,
     check=check_rope_kv_write,

@@ -26,6 +26,7 @@ uniform_decode_attention = register(
     "float scale, int window, float softcap, Tensor? kv_scales=None, Tensor? work=None, Tensor(a!)? scratch=None) -> Tensor",
     reference=uniform_decode_attention_reference,
     cpu=uniform_decode_attention_cpu,
+    numba="stepgraph.kernels.attention.numba_cpu:uniform_decode_attention_numba",
     triton="stepgraph.kernels.attention.launcher:uniform_decode_attention_triton",
     fake=_fake,
     check=check_attention,

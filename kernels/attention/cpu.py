@@ -15,6 +15,13 @@ MAX_ROWWISE_QUERY = 32
 ALIGNMENT_BYTES = 64
 
 
+def require_blocks(least: int, most: int, num_blocks: int) -> None:
+    """A ValueError for a block that a cache of `num_blocks` does not have."""
+    for block in (least, most):
+        if not 0 <= block < num_blocks:
+            raise ValueError(f"uniform_decode_attention: block_table has {block}; allowed are blocks 0 to {num_blocks - 1}")
+
+
 def uniform_decode_attention_cpu(
     q: Tensor,
     k_cache: Tensor,
@@ -29,9 +36,8 @@ def uniform_decode_attention_cpu(
     scratch: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `uniform_decode_attention_reference`, and a ValueError for a block that the cache does not have."""
-    for block in map(int, block_table.aminmax() if block_table.numel() else ()):
-        if not 0 <= block < len(k_cache):
-            raise ValueError(f"uniform_decode_attention: block_table has {block}; allowed are blocks 0 to {len(k_cache) - 1}")
+    if block_table.numel():
+        require_blocks(*map(int, block_table.aminmax()), len(k_cache))
     out = q.new_zeros(q.shape)
     block_size, query_len = k_cache.shape[1], q.shape[1]
     capacity = block_table.shape[1] * block_size

@@ -1,6 +1,7 @@
 """Uniform-decode attention against a loop over queries in float64, the bits of its rows, and what it must not read."""
 
 import math
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from stepgraph.kernels.attention import (
     uniform_decode_attention_reference,
 )
 from stepgraph.kernels.attention.cpu import MAX_ROWWISE_QUERY
+from stepgraph.kernels.registry import implementation
 
 IMPLEMENTATIONS = {"reference": uniform_decode_attention_reference, "cpu": uniform_decode_attention_cpu}
-both = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+if find_spec("numba"):
+    IMPLEMENTATIONS["numba"] = implementation("uniform_decode_attention", "numba")
+each = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 NAN = math.nan
 
 
@@ -90,7 +94,7 @@ def assert_close(function, inputs, **changes) -> None:
     assert excess <= 0, f"exceeds its bound by {excess}"
 
 
-@both
+@each
 class TestAgainstTheLoop:
     """Case 37."""
 
@@ -159,9 +163,11 @@ class TestAgainstTheLoop:
         assert_close(IMPLEMENTATIONS[name], world([9, 12], 2), scale=0.9)
 
 
-def test_the_op_is_the_cpu_implementation():
-    inputs = world([3, 9, 30], 3, dtype=torch.float32)
-    assert torch.equal(call(uniform_decode_attention, inputs), call(uniform_decode_attention_cpu, inputs))
+@pytest.mark.parametrize(("query_len", "dtype"), [(3, torch.float32), (3, torch.float64), (40, torch.bfloat16)])
+def test_the_op_is_the_fastest_implementation_that_there_is(query_len, dtype):
+    inputs = world([3, 9, 50], query_len, dtype=dtype)
+    best = list(IMPLEMENTATIONS.values())[-1]
+    assert torch.equal(call(uniform_decode_attention, inputs), call(best, inputs))
 
 
 def poisoned(inputs, query_len) -> dict:
@@ -181,7 +187,7 @@ def poisoned(inputs, query_len) -> dict:
     return inputs | caches | {"block_table": table}
 
 
-@both
+@each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("query_len", [1, 4, 18])
 @pytest.mark.parametrize("window", [0, 4])
@@ -193,7 +199,7 @@ def test_nan_where_no_query_may_look(name, dtype, query_len, window):
     assert torch.equal(call(IMPLEMENTATIONS[name], poisoned(inputs, query_len)), out)
 
 
-@both
+@each
 def test_a_row_full_of_nan_stays_alone(name):
     inputs = world([9, 11, 6], 2)
     out = call(IMPLEMENTATIONS[name], inputs)
@@ -257,7 +263,7 @@ def test_rows_do_not_depend_on_batch_order_padding_or_block_placement(dtype):
     assert torch.equal(call(uniform_decode_attention, inputs, block_table=wider), out)
 
 
-@both
+@each
 def test_inputs_are_left_alone(name):
     inputs = world([0, 3, 9], 3)
     before = {key: value.clone() for key, value in inputs.items() if isinstance(value, torch.Tensor)}
@@ -266,7 +272,7 @@ def test_inputs_are_left_alone(name):
         assert torch.equal(inputs[key], value), key
 
 
-@both
+@each
 @pytest.mark.parametrize("bad", [NAN, math.inf])
 def test_a_value_that_is_not_finite_spoils_the_queries_that_see_it_and_no_other(name, bad):
     """A draft that overflows is rejected; the rows before it decide that, and must not be lost with it."""
@@ -287,7 +293,7 @@ def fp8(inputs, scales) -> tuple[dict, dict]:
     return inputs | stored, inputs | meant
 
 
-@both
+@each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("query_len", "window"), [(1, 0), (4, 3), (40, 0)])
 def test_fp8_cache_against_float64(name, dtype, query_len, window):

@@ -1,0 +1,101 @@
+"""What the CPU kernels written with Numba share: tensors by address, bfloat16, and an exponential that vectorises.
+
+Numba compiles a loop over numbers as it stands, so that an op that is a dozen PyTorch operators is one call. The compiled code
+is kept beside the sources; Numba compiles anew when a kernel's own file changes, but not when this one does (`make clean`).
+"""
+
+from functools import partial
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from numba.np.arrayobj import carray
+from torch import Tensor
+
+# NumPy has no bfloat16: its bits stand for it. A kernel gets one of these values, whose type says what its addresses point to.
+ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+
+# Sums may be reordered, which lets them run side by side. NaN and infinity keep their meaning.
+kernel = partial(njit, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+# As written. Without the word, a function takes over the flags of the first kernel that calls it.
+exact = partial(njit, cache=True, error_model="numpy", fastmath=False)
+
+
+def as_index(tensor: Tensor) -> Tensor:
+    """An int64 or int32 tensor as kernels read it: int64, values side by side."""
+    return tensor.to(torch.int64).contiguous()
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(address), generate
+
+
+def array_at(address, shape, like):
+    """In a kernel: the values at an address, side by side, of the type of `like`."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(array_at)
+def _array_at(address, shape, like):
+    dtype = {types.float32: np.float32, types.uint16: np.uint16, types.int64: np.int64}[like]
+    return lambda address, shape, like: carray(_pointer(address), shape, dtype)
+
+
+def wide(value):
+    """In a kernel: an element as float32."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(wide, jit_options={"fastmath": False})
+def _wide(value):
+    if value == types.uint16:
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+def narrow(value, like):
+    """In a kernel: a float32 as an element, rounded to nearest, ties to even."""
+    raise NotImplementedError("for kernels only")
+
+
+@overload(narrow, jit_options={"fastmath": False})
+def _narrow(value, like):
+    if like == types.uint16:
+
+        def to_bfloat16(value, like):
+            bits = np.float32(value).view(np.uint32)
+            rounded = np.uint32(bits + np.uint32(0x7FFF) + np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1)))
+            return np.uint16((rounded if value == value else np.uint32(0x7FC00000)) >> np.uint32(16))
+
+        return to_bfloat16
+    return lambda value, like: np.float32(value)
+
+
+@exact
+def exponential(x):
+    """exp of a float32 up to 88, to 2 ulp; 0 below −87.3. NaN stays NaN.
+
+    2^n · e^r with n = round(x / ln 2), and Cephes' polynomial for e^r (S. Moshier, `expf`). Adding 1.5 · 2²³ rounds to an
+    integer and leaves it in the low bits of the sum.
+    """
+    magic = np.float32(12582912.0)
+    x = np.float32(x)
+    shifted = np.float32(x * np.float32(1.44269504088896341) + magic)
+    n = shifted - magic
+    r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    exponent = np.int32(shifted.view(np.int32) - np.int32(0x4B400000) + np.int32(127))
+    value = p * np.int32(exponent << np.int32(23)).view(np.float32)
+    return np.float32(0.0) if x < np.float32(-87.3) else value

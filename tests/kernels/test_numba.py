@@ -1,0 +1,89 @@
+"""CPU kernels written with Numba: what they share, and ops where Numba is missing."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+support = pytest.importorskip("stepgraph.kernels.numba_support", reason="Numba is not installed")
+
+
+@support.kernel
+def _exponentials(x, out):
+    for i in range(len(x)):
+        out[i] = support.exponential(x[i])
+
+
+@support.kernel
+def _round_trip(x, out, element):
+    for i in range(len(x)):
+        out[i] = support.wide(support.narrow(x[i], element))
+
+
+def test_exponential_is_within_two_ulp_inside_a_kernel_that_may_reorder():
+    x = np.linspace(-87.0, 88.0, 200_001).astype(np.float32)
+    out = np.empty_like(x)
+    _exponentials(x, out)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(out - exact) <= 2 * np.finfo(np.float32).eps * exact).all()
+
+
+def test_exponential_at_the_ends():
+    x = np.array([-np.inf, -1e30, -100.0, 0.0, np.nan], dtype=np.float32)
+    out = np.empty_like(x)
+    _exponentials(x, out)
+    assert out[:4].tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert np.isnan(out[4])
+
+
+def test_bfloat16_is_rounded_as_torch_rounds_it():
+    """Every bit pattern of a bfloat16 with every kind of tail, below, at and above half: values even and odd, NaN, infinity."""
+    patterns = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    bits = (patterns | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)).ravel()
+    x = bits.view(np.float32)
+    out = np.empty_like(x)
+    _round_trip(x, out, support.ELEMENTS[torch.bfloat16])
+    expected = torch.from_numpy(x).bfloat16().float().numpy()
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_ops_run_without_numba():
+    """The machine of a GPU may not have it. Contracts are the same; nothing is said, since nothing is wrong."""
+    code = """
+import sys, warnings
+sys.modules["numba"] = None
+warnings.simplefilter("error")
+import torch
+from stepgraph.kernels.activation import silu_mul, silu_mul_reference
+from stepgraph.kernels.norm import rms_norm, rms_norm_reference
+from stepgraph.kernels.registry import implementation_on_cpu
+x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+assert torch.equal(silu_mul(x), silu_mul_reference(x))
+assert torch.equal(rms_norm(x, x[0], 1e-5), rms_norm_reference(x, x[0], 1e-5))
+assert implementation_on_cpu(rms_norm) is rms_norm_reference
+"""
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_numba_that_cannot_be_imported_is_said_once():
+    """A package at odds with the NumPy beside it raises an ImportError of its own."""
+    code = """
+import sys, types, warnings
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba":
+            raise ImportError("Numba needs NumPy 2.4 or less")
+sys.meta_path.insert(0, Broken())
+import torch
+from stepgraph.kernels.norm import rms_norm
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)
+    rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)
+assert [str(each.message) for each in said] == ["rms_norm runs without Numba: Numba needs NumPy 2.4 or less"], said
+"""
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr

@@ -24,6 +24,8 @@ from stepgraph.capture.simulate.server import Server, serve
 from stepgraph.kernels.environment import environment
 from stepgraph.kernels.output import require_writable
 from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
+from stepgraph.model.quantize import HELP as WEIGHTS_HELP
+from stepgraph.model.quantize import WEIGHTS
 
 SCHEMA = "stepgraph.serving/1"
 LATENCIES = ("ttft_ms.p50", "ttft_ms.p90", "tpot_ms.p50", "tpot_ms.p90")
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-len", type=int, help="most tokens of a request (default: what the longest needs)")
     add("--temperature", type=float, default=0.0)
     add("--dtype", choices=DTYPES, default=defaults.dtype)
+    add("--weights", choices=WEIGHTS, help=WEIGHTS_HELP)
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     add("--rounds", type=int, default=9, help="replays of each (batch, k) for the simulator's step times")
     add("--seed", type=int, default=0)
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"max_len is {max_len}; the longest request has {longest} tokens")
     options = EngineOptions(
         args.model, args.drafter, k=args.k, schedule=args.schedule, max_batch=args.max_batch, max_len=max_len,
-        dtype=args.dtype, device=args.device, seed=args.seed, kv_memory_bytes=4 << 30,
+        dtype=args.dtype, weights=args.weights, device=args.device, seed=args.seed, kv_memory_bytes=4 << 30,
     )  # fmt: skip
     given = json_object("--policy-options", args.policy_options) or {}
     ks = sorted(_policy_ks(args.policy, given) if args.policy else options.make_policy().ks)

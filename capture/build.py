@@ -18,6 +18,7 @@ from stepgraph.model.checkpoint import LoadedModel, load_model
 from stepgraph.model.drafters import DrafterSpec, EarlyStop, default_drafter, load_draft_weights, make_drafter
 from stepgraph.model.eagle3_head import Eagle3Head
 from stepgraph.model.kv_cache import PagedKV, block_bytes
+from stepgraph.model.quantize import INT8, WEIGHTS, is_int8, quantize_int8
 from stepgraph.model.transformer import Transformer, pack_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -43,6 +44,8 @@ class EngineOptions:
         block_size: tokens in a KV block.
         kv_memory_bytes: budget of all KV caches; no more is taken than `max_batch` requests of `max_len` can use.
         dtype: float32, bfloat16, float16 or float64.
+        weights: "int8" rounds what the models multiply with to 8 bits (`stepgraph.model.quantize`), on the CPU; None, the
+            default, leaves weights as they are.
         device: None is "cuda" where there is one, else "cpu".
         mode: FULL, THREE_GRAPH, PIECEWISE or EAGER (`stepgraph.capture.modes.Mode`).
         strict: a step without a graph is an error instead of an eager step.
@@ -66,6 +69,7 @@ class EngineOptions:
     block_size: int = 16
     kv_memory_bytes: int = 1 << 30
     dtype: str = "float32"
+    weights: str | None = None
     device: str | None = None
     mode: str = Mode.FULL
     strict: bool = False
@@ -99,6 +103,8 @@ class EngineOptions:
             raise ValueError(f"device is {self.device!r}; this machine or this build of torch has no CUDA")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
+        if self.weights is not None:
+            require_weights(self.weights, self.dtype, self.device)
         require_verify(self.verify)
         if self.synthetic_rates is not None and self.drafter == "none":
             raise ValueError("synthetic_rates needs a drafter whose drafts it can accept; drafter is 'none'")
@@ -129,8 +135,21 @@ class BuiltEngine(NamedTuple):
 
 def load_target(options: EngineOptions) -> LoadedModel:
     """The model of the options, in their dtype and on their device."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return load_model(options.model, dtype=DTYPES[options.dtype], device=device, invariant_linear=options.invariant_linear)
+    device = options.device or ("cuda" if torch.cuda.is_available() and options.weights is None else "cpu")
+    loaded = load_model(options.model, dtype=DTYPES[options.dtype], device=device, invariant_linear=options.invariant_linear)
+    if options.weights == INT8:
+        quantize_int8(loaded.model)
+    return loaded
+
+
+def require_weights(weights: str, dtype: str, device: str | None) -> None:
+    """Raise a ValueError for weights that there are not, or not with these."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights is {weights!r}; allowed are {', '.join(WEIGHTS)}, and None for weights of the dtype")
+    if (device or "cpu") != "cpu":
+        raise ValueError(f"weights is {weights!r} on device {device!r}; int8 weights have kernels on the CPU alone")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"weights is {weights!r} with dtype {dtype!r}; int8 weights go with float32 and bfloat16")
 
 
 def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> BuiltEngine:
@@ -138,7 +157,7 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
 
     Args:
         options: sizes and names.
-        loaded: the target, if it is loaded already (its dtype and device then count); several engines may share it.
+        loaded: the target, if it is loaded already (its dtype, weights and device then count); several engines may share it.
 
     Raises:
         ValueError: an option that cannot be, named with its value and what is allowed.
@@ -153,6 +172,8 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
 
     spec = DrafterSpec.parse(options.drafter)
     draft_weights = load_draft_weights(spec, target, loaded.name)
+    if draft_weights is not None and is_int8(target) and not is_int8(draft_weights):
+        quantize_int8(draft_weights)
     models = [model for model in (target, draft_weights) if model is not None]
     for model in models:
         pack_weights(model)

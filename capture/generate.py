@@ -22,6 +22,8 @@ from stepgraph.kernels.command import INTERRUPTED
 from stepgraph.kernels.output import require_writable
 from stepgraph.model.drafters.early_stop import KNOWN as EARLY_STOPS
 from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
+from stepgraph.model.quantize import HELP as WEIGHTS_HELP
+from stepgraph.model.quantize import WEIGHTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--presence-penalty", type=float, default=sampling.presence_penalty)
     parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
     parser.add_argument("--dtype", choices=DTYPES, default=defaults.dtype)
+    parser.add_argument("--weights", choices=WEIGHTS, help=WEIGHTS_HELP)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
     parser.add_argument("--lag", type=int, help="steps in flight when the next is launched: 0 or 1 (default 1 on CUDA, else 0)")
@@ -92,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     options = EngineOptions(
         model=args.model, drafter=args.drafter, k=args.k, schedule=args.schedule, policy=args.policy,
         policy_options=json_object("--policy-options", args.policy_options), max_batch=args.max_batch,
-        max_len=args.max_len, dtype=args.dtype, device=args.device, mode=args.mode, strict=args.strict, seed=args.seed,
+        max_len=args.max_len, dtype=args.dtype, weights=args.weights, device=args.device,
+        mode=args.mode, strict=args.strict, seed=args.seed,
         verify=args.verify, lag=args.lag, early_stop=args.early_stop, synthetic_rates=_rates(args.synthetic_acceptance),
     )  # fmt: skip
 
@@ -127,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
             "mode": args.mode,
             "device": str(engine.graphs.step.target.device),
             "dtype": args.dtype,
+            "weights": args.weights or args.dtype,
             "requests": [
                 {
                     "prompt": text,

@@ -2,7 +2,8 @@
 
 A BLAS picks another blocking for 4 rows than for 1, so the same row can round differently; greedy speculative text then
 differs from plain text at near ties. `invariant` computes each row as the product a one-row call would make; on CUDA that is
-a Triton kernel with a fixed tile, and without it the library's product.
+a Triton kernel with a fixed tile, and without it the library's product. Products with int8 weights (`linear_int8`) are always
+invariant.
 """
 
 from dataclasses import dataclass
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.checks import check_tensor
+from stepgraph.kernels.linear_int8 import check_linear_int8, linear_int8_reference, pack_int8, packed_int8_product
 from stepgraph.kernels.registry import implementation, register
 
 TILE = 8  # rows of a packed product on the CPU; oneDNN takes as long for one row
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = True) -> None:
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = True, scale: Tensor | None = None) -> None:
     """Raise a ValueError where `linear` has no meaning."""
+    if scale is not None:
+        return check_linear_int8(x, weight, bias, scale)
     check_tensor("linear", "x", x, (..., None))
     check_tensor("linear", "weight", weight, (None, x.shape[-1]), x.dtype)
     if weight.shape[1] == 0:
@@ -26,8 +30,10 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool
         check_tensor("linear", "bias", bias, (weight.shape[0],), x.dtype)
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
-    """`x [..., K]`, `weight [N, K]`, `bias [N]` or None -> `[..., N]` in x's dtype."""
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, scale: Tensor | None = None) -> Tensor:
+    """`x [..., K]`, `weight [N, K]`, `bias [N]` or None -> `[..., N]` in x's dtype. A weight with a `scale [N]` is int8."""
+    if scale is not None:
+        return linear_int8_reference(x, weight, bias, scale)
     if not invariant:
         return torch.nn.functional.linear(x, weight, bias)
     if x.numel() == 0:
@@ -60,19 +66,25 @@ def pack(weight: Tensor) -> bool:
     where 8 rows cost what 1 costs. It takes the weight's memory once more. A weight that is changed in place, moved or replaced
     is packed no more. A write that torch does not count goes unseen: through `.data`, NumPy or a fused optimizer.
     """
-    if weight.dim() != 2 or weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+    if weight.dim() != 2 or weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16, torch.int8):
         return False
-    if _packed(weight) is not None:
+    if packed_form(weight) is not None:
         return True
+    source = weight.detach()
     try:
-        source = weight.detach()
-        weight.packed = Packed(torch.ops.mkldnn._reorder_linear_weight(source, TILE), source, weight._version)
+        if weight.dtype == torch.int8:
+            packed = pack_int8(source)
+        else:
+            packed = torch.ops.mkldnn._reorder_linear_weight(source, TILE)
     except (AttributeError, RuntimeError):  # no oneDNN in this build, or no bfloat16 in this processor
-        return False
-    return True
+        packed = None
+    if packed is not None:
+        weight.packed = Packed(packed, source, weight._version)
+    return packed is not None
 
 
-def _packed(weight: Tensor) -> Tensor | None:
+def packed_form(weight: Tensor) -> Tensor | None:
+    """What `pack` kept beside a weight, unless the weight is another by now."""
     packed = getattr(weight, "packed", None)
     if not isinstance(packed, Packed):
         return None
@@ -94,12 +106,15 @@ def packed_product(rows: Tensor, packed: Tensor, bias: Tensor | None, invariant:
     return (out[0] if len(out) == 1 else torch.cat(out))[: len(rows)]
 
 
-def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
+def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, scale: Tensor | None = None) -> Tensor:
     """Same contract. A weight that was packed goes through oneDNN. Of others, a few float32 rows go through the BLAS with the
     weight as its left operand, the way it is stored: on two cores that takes 0.4 of the time at 2 to 4 rows and 0.9 at 256.
     """
     rows = x.reshape(-1, x.shape[-1])
-    packed = _packed(weight)
+    packed = packed_form(weight)
+    if scale is not None:
+        fast = packed is not None and len(rows)
+        return packed_int8_product(x, packed, bias, scale) if fast else linear_int8_reference(x, weight, bias, scale)
     # oneDNN's product has no gradient, and reads a bias as if its values were side by side.
     learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
     if packed is not None and len(rows) and not learns:
@@ -118,18 +133,21 @@ def linear_library(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bo
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool) -> Tensor:
-    """The library's product, or the fixed-tile kernel where invariance is asked for."""
+def linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, scale: Tensor | None = None) -> Tensor:
+    """The library's product, or the fixed-tile kernel where invariance is asked for; int8 weights have no kernel here yet."""
+    if scale is not None:
+        return linear_int8_reference(x, weight, bias, scale)
     product = implementation("linear", "triton") if invariant else linear_library
     return product(x, weight, bias, invariant)
 
 
 linear = register(
-    "linear(Tensor x, Tensor weight, Tensor? bias, bool invariant) -> Tensor",
+    "linear(Tensor x, Tensor weight, Tensor? bias, bool invariant, Tensor? scale=None) -> Tensor",
     reference=linear_reference,
     cpu=linear_cpu,
+    numba="stepgraph.kernels.linear_numba:linear_numba",
     cuda=linear_cuda,
     triton="stepgraph.kernels.linear_triton:linear_triton",
-    fake=lambda x, weight, bias, invariant: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    fake=lambda x, weight, bias, invariant, scale=None: x.new_empty((*x.shape[:-1], weight.shape[0])),
     check=check_linear,
 )

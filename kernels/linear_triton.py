@@ -13,6 +13,7 @@ from torch import Tensor
 from stepgraph.kernels import tables
 from stepgraph.kernels.launch import LaunchSpec, check_kernel_dtype, dense, launch, target_of
 from stepgraph.kernels.linear import check_linear
+from stepgraph.kernels.registry import NoImplementation
 
 BLOCK_M = 64  # rows of a tile; 16 for float32, which has no tensor cores here. Decides bits, hence a constant.
 BLOCK_M_FLOAT32 = 16
@@ -85,14 +86,22 @@ def add_splits_kernel(
 
 
 def linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = True, *, config: dict | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    invariant: bool = True,
+    scale: Tensor | None = None,
+    *,
+    config: dict | None = None,
 ) -> Tensor:
     """`x [..., K]`, `weight [N, K]`, `bias [N]` or None -> `[..., N]`; row-invariant whether or not that is asked for.
 
-    `config` overrides the frozen table.
+    `config` overrides the frozen table. A `scale`, of int8 weights, has no kernel.
     """
+    check_linear(x, weight, bias, invariant, scale)
+    if scale is not None:
+        raise NoImplementation("linear has no Triton kernel for int8 weights")
     check_kernel_dtype("linear", x, weight, bias)
-    check_linear(x, weight, bias, invariant)
     if not weight.is_contiguous():
         raise ValueError(f"linear: the weight must be contiguous; strides are {weight.stride()}")
     width, depth = weight.shape

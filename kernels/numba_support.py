@@ -43,7 +43,7 @@ def array_at(address, shape, like):
 
 @overload(array_at)
 def _array_at(address, shape, like):
-    dtype = {types.float32: np.float32, types.uint16: np.uint16, types.int64: np.int64}[like]
+    dtype = {types.float32: np.float32, types.uint16: np.uint16, types.uint8: np.uint8, types.int64: np.int64}[like]
     return lambda address, shape, like: carray(_pointer(address), shape, dtype)
 
 

@@ -129,6 +129,8 @@ class Eagle3Head(nn.Module):
         table = rope_table(decoder.head_dim, decoder.rope, max_positions or decoder.max_position)
         table = table.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
         self.register_buffer("rope", table, persistent=False)
+        for name in ("fc_scale", "lm_head_scale"):  # where weights are int8
+            self.register_buffer(name, None, persistent=False)
 
     @property
     def max_positions(self) -> int:
@@ -149,7 +151,7 @@ class Eagle3Head(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden states of the target side by side, `[.., layers read * target_hidden]` -> one feature `[.., hidden]`."""
-        return linear(features, self.fc_weight, None, self.invariant_linear)
+        return linear(features, self.fc_weight, None, self.invariant_linear, self.fc_scale)
 
     def forward(self, tokens: Tensor, feature: Tensor, rows: QueryRows, kv: PagedKV, embed: Tensor) -> Tensor:
         """The next feature of each row, `[B, Q, hidden]`; keys and values go to `kv`, which has one layer.
@@ -169,4 +171,4 @@ class Eagle3Head(nn.Module):
     def logits(self, feature: Tensor) -> Tensor:
         """Outputs of `forward`, `[.., hidden]` -> logits over the draft vocabulary `[.., D]`."""
         normed = rms_norm(feature, self.norm, self.config.rms_norm_eps)
-        return linear(normed, self.lm_head, None, self.invariant_linear)
+        return linear(normed, self.lm_head, None, self.invariant_linear, self.lm_head_scale)

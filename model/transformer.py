@@ -15,12 +15,15 @@ from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.rope import rope_table
 from stepgraph.model.rows import QueryRows
 
+MAX_DECODE_QUERY = 32  # as of `stepgraph.kernels.attention.cpu.MAX_ROWWISE_QUERY`, for the same reason
+
 
 class DecoderLayer(nn.Module):
     """Weights of one layer. Projections that read the same input are fused: q, k, v in one matrix, gate and up in one.
 
     `qkv_weight [(H + 2 KV) D, hidden]`, `o_weight [hidden, H D]`, `gate_up_weight [2 I, hidden]`,
-    `down_weight [hidden, I]`; biases, `q_norm [D]` and `k_norm [D]` only where the family has them (else None).
+    `down_weight [hidden, I]`; biases, `q_norm [D]` and `k_norm [D]` only where the family has them (else None); scales
+    `qkv_scale`, … only where the weights are int8 (`stepgraph.model.quantize`).
     """
 
     def __init__(self, config: ModelConfig, layer: int, empty: Callable[..., nn.Parameter]):
@@ -39,6 +42,8 @@ class DecoderLayer(nn.Module):
         self.gate_up_bias = empty(2 * inner) if config.mlp_bias else None
         self.down_weight = empty(hidden, inner)
         self.down_bias = empty(hidden) if config.mlp_bias else None
+        for name in ("qkv", "o", "gate_up", "down"):
+            self.register_buffer(f"{name}_scale", None, persistent=False)
 
     def forward(
         self,
@@ -72,17 +77,17 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Attention over `normed [B, Q, inputs of qkv_weight]` and the MLP; returns as `forward` does."""
         config, eps, (k_cache, v_cache) = self.config, self.config.rms_norm_eps, kv
-        qkv = linear(normed, self.qkv_weight, self.qkv_bias, invariant)
+        qkv = linear(normed, self.qkv_weight, self.qkv_bias, invariant, self.qkv_scale)
         q = rope_kv_write(
             qkv, rows.positions, rope, rows.kv_slots, k_cache, v_cache, self.q_norm, self.k_norm, config.num_heads, eps
         )
         attended = uniform_decode_attention(
             q, k_cache, v_cache, rows.block_table, rows.seq_lens, config.head_dim**-0.5, self.window, 0.0, None, work
         )
-        attended = linear(attended.flatten(2), self.o_weight, self.o_bias, invariant)
+        attended = linear(attended.flatten(2), self.o_weight, self.o_bias, invariant, self.o_scale)
         normed, residual = add_rms_norm(attended, residual, self.post_norm, eps)
-        gate_up = linear(normed, self.gate_up_weight, self.gate_up_bias, invariant)
-        return linear(silu_mul(gate_up), self.down_weight, self.down_bias, invariant), residual
+        gate_up = linear(normed, self.gate_up_weight, self.gate_up_bias, invariant, self.gate_up_scale)
+        return linear(silu_mul(gate_up), self.down_weight, self.down_bias, invariant, self.down_scale), residual
 
 
 @torch.no_grad()
@@ -120,7 +125,8 @@ class Transformer(nn.Module):
         dtype: dtype of weights and activations.
         device: where they live.
         max_positions: rows of the RoPE table, hence the largest position + 1; default the checkpoint's own maximum.
-        invariant_linear: run matrix products so that a row's bits do not depend on how many rows there are.
+        invariant_linear: run matrix products so that a row's bits do not depend on how many rows there are; longer queries than
+            `MAX_DECODE_QUERY` are left out. They are chunks of a prompt, which come alone and alike whatever k is.
     """
 
     def __init__(
@@ -145,6 +151,7 @@ class Transformer(nn.Module):
         table = rope_table(config.head_dim, config.rope, max_positions or config.max_position)
         table = table.to(device, torch.float64 if dtype == torch.float64 else torch.float32)
         self.register_buffer("rope", table, persistent=False)
+        self.register_buffer("lm_head_scale", None, persistent=False)  # where `lm_head` is int8
 
     @property
     def max_positions(self) -> int:
@@ -178,7 +185,7 @@ class Transformer(nn.Module):
         `[B, Q, hidden * len(feature_layers)]`, or None where none are asked for. Layer `num_layers` is what leaves the last.
         """
         x, residual = nn.functional.embedding(tokens.clamp(min=0), self.embed), None
-        layers = self.layers[:num_layers]
+        layers, invariant = self.layers[:num_layers], self.invariant_linear and tokens.shape[1] <= MAX_DECODE_QUERY
         table_tokens, pool_tokens = rows.block_table.shape[1] * kv.block_size, kv.num_blocks * kv.block_size
         # Which keys there are is the same for all layers of one window.
         work = {
@@ -189,7 +196,7 @@ class Transformer(nn.Module):
         for index, (layer, cache) in enumerate(zip(layers, kv.layers(), strict=False)):
             if index in feature_layers:
                 streams[index] = x if residual is None else x + residual
-            x, residual = layer(x, residual, rows, cache, self.rope, self.invariant_linear, work[layer.window])
+            x, residual = layer(x, residual, rows, cache, self.rope, invariant, work[layer.window])
         hidden, stream = add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)
         if not feature_layers:
             return hidden, None
@@ -198,4 +205,5 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., vocab]` in the model's dtype."""
-        return linear(hidden, self.embed if self.lm_head is None else self.lm_head, None, self.invariant_linear)
+        weight = self.embed if self.lm_head is None else self.lm_head
+        return linear(hidden, weight, None, self.invariant_linear, self.lm_head_scale)

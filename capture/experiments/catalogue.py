@@ -13,6 +13,7 @@ from stepgraph.capture.experiments import (
     lossless,
     modes,
     peers,
+    precision,
     regret,
 )
 from stepgraph.capture.experiments.results import Experiment, main
@@ -28,6 +29,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _experiment("Acceptance length", acceptance),
         _experiment("Acceptance length of the target's first layers", early_exit),
         _experiment("Greedy decoding beside other programs", peers),
+        _experiment("Perplexity by dtype and weights", precision),
         _experiment("Growth of a step with context, batch and k", growth),
         _experiment("FULL, THREE_GRAPH, PIECEWISE, EAGER", modes),
         _experiment("Dynamic schedule against fixed k", dynamic),

@@ -19,6 +19,8 @@ from stepgraph.capture.schedule import SCHEDULE_KEY, require_int, show
 from stepgraph.kernels.environment import environment
 from stepgraph.kernels.output import require_writable, write_whole
 from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
+from stepgraph.model.quantize import HELP as WEIGHTS_HELP
+from stepgraph.model.quantize import WEIGHTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=0.0)
     add("--max-batch", type=int, help="the schedule's largest batch (default: the largest timed)")
     add("--dtype", choices=DTYPES, default=defaults.dtype)
+    add("--weights", choices=WEIGHTS, help=WEIGHTS_HELP)
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     add("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
     add("--seed", type=int, default=0)
@@ -53,7 +56,14 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--out", args.out)
     drafter = args.drafter if max(ks) else "none"
     options = EngineOptions(
-        args.model, drafter, k=max(ks), dtype=args.dtype, device=args.device, mode=args.mode, seed=args.seed
+        args.model,
+        drafter,
+        k=max(ks),
+        dtype=args.dtype,
+        weights=args.weights,
+        device=args.device,
+        mode=args.mode,
+        seed=args.seed,
     )
     prompts = [] if args.prompts == "none" or not max(ks) else [record.prompt for record in load_prompts(args.prompts)]
     loaded = load_target(options)
@@ -67,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
         options, loaded, batches, ks, contexts, rounds, lambda items, total: progress(items, "timing", "replay", total)
     )
     document = {
-        "schema": SCHEMA, "model": loaded.name, "drafter": options.drafter, "dtype": args.dtype, "mode": args.mode,
+        "schema": SCHEMA, "model": loaded.name, "drafter": options.drafter, "dtype": args.dtype,
+        "weights": args.weights or args.dtype, "mode": args.mode,
         "temperature": args.temperature, "env": environment(), "prefill_ms_per_token": measure_prefill(options, loaded),
         "rows": rows, "acceptance": acceptance,
     }  # fmt: skip

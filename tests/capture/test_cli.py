@@ -24,7 +24,7 @@ def test_json_on_stdout_is_the_last_line_and_has_the_documented_keys(capsys):
         generate("1,2,3", "4,5,6", "--max-new-tokens", "5", "--drafter", "early-exit:1", "--json", "-", "--mode", "FULL") == 0
     )
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(document) == {"model", "drafter", "verify", "mode", "device", "dtype", "requests", "stats"}
+    assert set(document) == {"model", "drafter", "verify", "mode", "device", "dtype", "weights", "requests", "stats"}
     assert (document["model"], document["drafter"], document["mode"]) == ("random:tiny-llama", "early-exit:1", "FULL")
     assert [set(request) for request in document["requests"]] == [{"prompt", "text", "token_ids", "finish_reason"}] * 2
     assert [len(request["token_ids"]) for request in document["requests"]] == [5, 5]

@@ -170,6 +170,18 @@ def test_tables_at_tiny_sizes(name, monkeypatch):
         assert {row["what"] for row in rows} == {"step", "schedule", "throughput"}
 
 
+@pytest.mark.embedded
+def test_precision_of_two_prompts():
+    rows = list(EXPERIMENTS["precision"].measure(True, 0))
+    assert [(row["dtype"], row["weights"]) for row in rows] == [
+        ("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8"), ("bfloat16", "int8")
+    ]  # fmt: skip
+    assert (rows[0]["loss_over"], rows[0]["same_argmax"]) == (0, 1)
+    assert abs(rows[1]["loss_over"]) < 0.05
+    assert all(0 < abs(row["loss_over"]) < 0.3 and 0.7 < row["same_argmax"] < 1 for row in rows[2:])
+    assert all(4 < row["perplexity"] < 60 for row in rows)
+
+
 @pytest.mark.parametrize("preset", ["tiny-llama", "tiny-qwen2"])  # one output matrix is the embedding, the other is not
 def test_floor_of_a_step_is_what_it_multiplies_with(preset):
     loaded = load_model(f"random:{preset}")

@@ -13,7 +13,8 @@ from stepgraph.capture.graphs import CaptureError, EagerFallback, StepGraphs
 from stepgraph.capture.keys import GraphKey, KeySet
 from stepgraph.capture.modes import Mode
 from stepgraph.capture.trace import trace_step
-from stepgraph.kernels.registry import NoImplementation, implementation, use_implementation
+from stepgraph.kernels.attention import uniform_decode_attention
+from stepgraph.kernels.registry import NoImplementation, implementation_on_cpu, use_implementation
 
 DRAFTERS = ("ngram", "early-exit:1", "draft-model:tiny")
 PROMPT = [3, 1, 4, 1, 5, 9, 3, 1, 4]
@@ -181,7 +182,7 @@ def test_replay_skips_the_dispatcher_unless_somebody_looks(mode):
     graphs.replay(1, 2)
     modules = [m for m in graphs[GraphKey(1, 2)].bound.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = [node.target for m in modules for node in m.graph.nodes if node.op == "call_function"]
-    assert implementation("uniform_decode_attention", "cpu") in targets
+    assert implementation_on_cpu(uniform_decode_attention) in targets
     assert not [target for target in targets if str(target).startswith("stepgraph.")]
 
     class Seen(TorchDispatchMode):

@@ -88,9 +88,10 @@ SAMPLES = {
     ],
     "add_rms_norm": lambda k: [(floats(BATCH, k + 1, 16), floats(BATCH, k + 1, 16), floats(16), 1e-6)],
     "silu_mul": lambda k: [(floats(BATCH, k + 1, 10),), (floats(k + 1, 10, dtype=torch.bfloat16),)],
-    "linear": lambda k: [
-        (floats(BATCH, k + 1, 6), floats(5, 6), bias, invariant) for bias in (None, floats(5)) for invariant in (True, False)
-    ],
+    "linear": lambda k: (
+        [(floats(BATCH, k + 1, 6), floats(5, 6), bias, invariant) for bias in (None, floats(5)) for invariant in (True, False)]
+        + [(floats(BATCH, k + 1, 6), ints(5, 6, high=99).to(torch.int8), floats(5), False, floats(5))]
+    ),
     "rope_kv_write": lambda k: [rope(k), rope(k, norms=False)],
     "uniform_decode_attention": lambda k: [attention(k), (*attention(k), None, torch.zeros(4, dtype=torch.int32), floats(99))],
     "build_attention_work": lambda k: [(torch.tensor([0, 5, 8]), k + 1, window, 8, 24) for window in (0, 4)],

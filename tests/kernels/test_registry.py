@@ -19,9 +19,27 @@ def scratch_op():
     del registry.IMPLEMENTATIONS["test_scratch_op"]
 
 
-def test_choice_and_override():
-    x, weight = torch.randn(2, 8), torch.ones(8)
-    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+@pytest.fixture
+def three_ways():
+    op = registry.register(
+        "test_three_ways(Tensor x) -> Tensor", reference=lambda x: x + 1, cpu=lambda x: x + 2, numba="math:does_not_exist",
+        fake=torch.empty_like,
+    )  # fmt: skip
+    yield op
+    del registry.IMPLEMENTATIONS["test_three_ways"]
+
+
+def test_choice_on_the_cpu(three_ways, monkeypatch):
+    """Numba's kernel, else the CPU's own, else the reference; an explicit request gets what it asks for."""
+    x, ways = torch.zeros(1), registry.IMPLEMENTATIONS["test_three_ways"]
+    monkeypatch.setitem(ways, "numba", lambda x: x + 3)
+    assert three_ways(x) == 3
+    with use_implementation("cpu"):
+        assert three_ways(x) == 2
+    with use_implementation("reference"):
+        assert three_ways(x) == 1
+    monkeypatch.delitem(ways, "numba")
+    assert three_ways(x) == 2
     assert implementation("rms_norm", "reference") is rms_norm_reference
 
 

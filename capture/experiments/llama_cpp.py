@@ -8,8 +8,9 @@ import torch
 from stepgraph.model.checkpoint.embedded import embedded_path
 
 
-def llama_cpp_generate(model: str, max_len: int) -> Callable[[list[int], int], list[int]]:
-    """(prompt ids, number of new tokens) -> the new tokens, whatever the model says of its end; 4-bit weights as they are.
+def llama_cpp_generate(model: str, max_len: int) -> Callable[[list[list[int]], int], list[list[int]]]:
+    """(ids of prompts, number of new tokens) -> the new tokens of each, whatever the model says of its end; one prompt after
+    the other, 4-bit weights as they are.
 
     Args:
         model: an embedded model's name.
@@ -34,8 +35,11 @@ def llama_cpp_generate(model: str, max_len: int) -> Callable[[list[int], int], l
     finally:
         llama_cpp.llama_cpp.llama_model_default_params = defaults
 
-    def generate(ids: list[int], new: int) -> list[int]:
-        llama.reset()  # else the part of the prompt that the last one shares is not computed again
-        return list(islice(llama.generate(ids, temp=0.0), new))
+    def generate(prompts: list[list[int]], new: int) -> list[list[int]]:
+        texts = []
+        for ids in prompts:
+            llama.reset()  # else the part of the prompt that the last one shares is not computed again
+            texts.append(list(islice(llama.generate(ids, temp=0.0), new)))
+        return texts
 
     return generate

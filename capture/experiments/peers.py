@@ -2,177 +2,91 @@
 
 Every provider answers a prompt before any answers the next, in another order each time, so that what else the machine does
 falls on all of them alike. A speed-up is the median over prompts of a provider's rate over that of transformers' plain decoding
-for the same prompt. Rates take in the prompt's prefill, whoever computes it.
+in float32 for the same prompt. Rates take in the prompt's prefill, whoever computes it.
 """
 
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from statistics import median, quantiles
 
 import torch
 
-from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
-from stepgraph.capture.experiments.llama_cpp import llama_cpp_generate
+from stepgraph.capture.experiments.peer_providers import MODEL, OURS, Q4_1, THEIRS, Generate, providers
 from stepgraph.capture.experiments.prompt_sets import load_prompts, spread
 from stepgraph.capture.experiments.results import Table
 from stepgraph.capture.prompts import encode_prompt
-from stepgraph.capture.request import SamplingParams
-from stepgraph.model.checkpoint import CheckpointError, LoadedModel, load_model
-from stepgraph.model.transformer import Transformer
+from stepgraph.model.checkpoint import load_model
 
-MODEL = "smollm2-135m"
-LLAMA_CPP = "llama.cpp-q4_1"  # its weights, whatever the dtype of the others
-PROVIDERS = (
-    "transformers", "transformers-lookup", "transformers-assisted", LLAMA_CPP, "ours", "ours-ngram", "ours-eagle3",
-    "ours-hybrid",
-)  # fmt: skip
-BASELINE = "transformers"
-K = 3
-# No smaller model of the family comes with a package; transformers can assist itself with its own first layers.
-ASSISTING_LAYERS = 20
-THEIR_OPTIONS = {
-    "transformers": {},
-    "transformers-lookup": {"prompt_lookup_num_tokens": K},
-    "transformers-assisted": {
-        "assistant_early_exit": ASSISTING_LAYERS, "num_assistant_tokens": K, "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    },
-}  # fmt: skip
-
-# Prompt ids, number of new tokens -> the new tokens.
-Generate = Callable[[list[int], int], list[int]]
+BASELINE = (THEIRS, "float32", 0)
+WEIGHTS = ("float32", "bfloat16", "int8", Q4_1)
+LARGE_BATCH = 16
 
 
 @dataclass
 class Run:
-    """What one provider did: seconds and tokens of each prompt."""
+    """What one provider did: seconds and tokens of each group of prompts."""
 
     generate: Generate
     seconds: list[float] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
+    tokens: list[list[list[int]]] = field(default_factory=list)
 
     def rates(self) -> list[float]:
-        return [len(tokens) / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+        return [sum(map(len, tokens)) / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
+
+    def texts(self) -> list[list[int]]:
+        return [text for group in self.tokens for text in group]
 
 
-def hugging_face(model: Transformer) -> torch.nn.Module:
-    """The transformers model with these weights, taken apart again; Llama family, no bias."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = model.config
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=config.max_position,
-            tie_word_embeddings=config.tie_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-            eos_token_id=None,
-            bos_token_id=None,
-        )
-    ).to(model.dtype)
-    heads = [config.num_heads * config.head_dim] + [config.num_kv_heads * config.head_dim] * 2
-    weights = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
-    for i, layer in enumerate(model.layers):
-        at = f"model.layers.{i}"
-        parts = layer.qkv_weight.split(heads) + layer.gate_up_weight.chunk(2)
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-        weights |= {f"{at}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
-        weights |= {
-            f"{at}.self_attn.o_proj.weight": layer.o_weight,
-            f"{at}.mlp.down_proj.weight": layer.down_weight,
-            f"{at}.input_layernorm.weight": layer.input_norm,
-            f"{at}.post_attention_layernorm.weight": layer.post_norm,
-        }
-    weights["lm_head.weight"] = model.embed if model.lm_head is None else model.lm_head
-    theirs.load_state_dict(weights)
-    return theirs.eval()
+def _plain(name: str, weights: str) -> tuple[str, str, int]:
+    """Whose text a provider's is held against: its own plain decoding, and transformers' where it is that."""
+    if name.startswith(OURS):
+        return (OURS, weights, 0) if name != OURS else (THEIRS, "bfloat16" if weights == "int8" else weights, 0)
+    return (THEIRS, weights, 0) if name.startswith(THEIRS) else BASELINE
 
 
-def their_generate(theirs: torch.nn.Module, **options) -> Generate:
-    def generate(ids: list[int], new: int) -> list[int]:
-        inputs = torch.tensor([ids])
-        with torch.no_grad():
-            out = theirs.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new, do_sample=False, pad_token_id=0, **options
-            )
-        return out[0, len(ids) :].tolist()
-
-    return generate
-
-
-def _ours(loaded: LoadedModel, drafter: str, max_len: int) -> Generate:
-    k = 0 if drafter == "none" else K
-    engine = build_engine(EngineOptions(MODEL, drafter, k=k, max_batch=1, max_len=max_len), loaded).engine
-    engine.graphs.capture()  # done once in an engine's life
-
-    def generate(ids: list[int], new: int) -> list[int]:
-        return engine.generate([ids], SamplingParams(max_new_tokens=new, ignore_eos=True))[0].token_ids
-
-    return generate
-
-
-def providers(loaded: LoadedModel, max_len: int) -> Iterator[tuple[str, Generate | str]]:
-    """Name and function of each provider, or why it is absent."""
-    theirs = hugging_face(loaded.model) if find_spec("transformers") else None
-    for name in PROVIDERS:
-        if name in THEIR_OPTIONS:
-            yield name, "transformers is not installed" if theirs is None else their_generate(theirs, **THEIR_OPTIONS[name])
-        elif name == LLAMA_CPP:
-            yield name, llama_cpp_generate(MODEL, max_len) if find_spec("llama_cpp") else "llama-cpp-python is not installed"
-        else:
-            try:
-                yield name, _ours(loaded, name.partition("-")[2] or "none", max_len)
-            except CheckpointError as error:
-                yield name, str(error)
-
-
-def peer_rows(dtype: str, prompts: int, new_tokens: int) -> Iterator[dict]:
+def peer_rows(groups: Sequence[list[list[int]]], new_tokens: int, weights: Sequence[str]) -> Iterator[dict]:
     """A row for each provider.
 
     Args:
-        dtype: of weights and activations, "float32" or "bfloat16".
-        prompts: how many of the own set, evenly over its categories.
+        groups: token ids of prompts that are answered at once, all groups of one size.
         new_tokens: of each answer, whatever the model says of its end.
+        weights: of `WEIGHTS`; the first has to be "float32".
     """
-    loaded = load_model(MODEL, dtype=DTYPES[dtype])
-    ids = [encode_prompt(record.prompt, loaded.tokenizer) for record in spread(load_prompts("own"), prompts)]
-    runs: dict[str, Run] = {}
-    absent: dict[str, str] = {}
-    for name, generate in providers(loaded, max(map(len, ids)) + new_tokens + 1):
-        if isinstance(generate, str):
-            absent[name] = generate
-        else:
-            generate(ids[0], 4)  # lazy set-up is not what is compared
-            runs[name] = Run(generate)
-    for number, prompt in enumerate(ids):
-        names = list(runs)
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+    batch = len(groups[0])
+    max_len = max(len(ids) for group in groups for ids in group) + new_tokens + 1
+    runs: dict[tuple[str, str, int], Run] = {}
+    absent: dict[tuple[str, str, int], str] = {}
+    for kind in weights:
+        for name, k, generate in providers(kind, batch, max_len):
+            if isinstance(generate, str):
+                absent[name, kind, k] = generate
+            else:
+                generate(groups[0], 4)  # lazy set-up is not what is compared
+                runs[name, kind, k] = Run(generate)
+    for number, group in enumerate(groups):
+        keys = list(runs)
+        shift = number % len(keys)
+        for key in keys[shift:] + keys[:shift]:
             start_s = time.perf_counter()
-            tokens = runs[name].generate(prompt, new_tokens)
-            runs[name].seconds.append(time.perf_counter() - start_s)
-            runs[name].tokens.append(tokens)
+            tokens = runs[key].generate(group, new_tokens)
+            runs[key].seconds.append(time.perf_counter() - start_s)
+            runs[key].tokens.append(tokens)
+    shared = {"prompts": batch * len(groups), "batch": batch, "new_tokens": new_tokens, "threads": torch.get_num_threads()}
+    shared |= {"process_peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     baseline = runs.get(BASELINE)
-    for name, run in runs.items():
-        row = {"provider": name, "status": "ok", "dtype": dtype, "prompts": len(ids), "new_tokens": new_tokens}
-        row |= {"k": 0 if name in (BASELINE, LLAMA_CPP, "ours") else K, "threads": torch.get_num_threads()}
-        row |= _spread("tokens_per_s", run.rates())
+    for (name, kind, k), run in runs.items():
+        row = {"provider": name, "status": "ok", "dtype": kind, "k": k, **shared, **_spread("tokens_per_s", run.rates())}
         if baseline is not None:
             ratios = [rate / theirs for rate, theirs in zip(run.rates(), baseline.rates(), strict=True)]
             row |= _spread("speedup", ratios)
-            row["same_text"] = sum(mine == theirs for mine, theirs in zip(run.tokens, baseline.tokens, strict=True))
-        yield row | {"process_peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    for name, why in absent.items():
-        yield {"provider": name, "status": f"absent: {why}", "dtype": dtype}
+        plain = runs.get(_plain(name, kind))
+        if plain is not None:
+            row["same_text"] = sum(mine == other for mine, other in zip(run.texts(), plain.texts(), strict=True))
+        yield row
+    for (name, kind, k), why in absent.items():
+        yield {"provider": name, "status": f"absent: {why}", "dtype": kind, "k": k, "batch": batch}
 
 
 def _spread(name: str, values: list[float]) -> dict:
@@ -181,16 +95,19 @@ def _spread(name: str, values: list[float]) -> dict:
 
 
 def measure(quick: bool, seed: int) -> Iterator[dict]:
-    """Rows of float32, then bfloat16; `quick` is two prompts in float32. Greedy text has no seed."""
-    yield from peer_rows("float32", 2 if quick else 8, 8 if quick else 32)
+    """All own prompts one by one, then 16 at once; `quick` is two prompts in float32. Greedy text has no seed."""
+    tokenizer = load_model(MODEL).tokenizer
+    ids = [encode_prompt(record.prompt, tokenizer) for record in spread(load_prompts("own"), 2 if quick else 24)]
+    yield from peer_rows([[each] for each in ids], 8 if quick else 32, WEIGHTS[:1] if quick else WEIGHTS)
     if not quick:
-        yield from peer_rows("bfloat16", 2, 16)
+        groups = [ids[:LARGE_BATCH], ids[-LARGE_BATCH:], ids[: LARGE_BATCH // 2] + ids[-LARGE_BATCH // 2 :]]
+        yield from peer_rows(groups, 32, WEIGHTS[:3])
 
 
 def table(rows: list[dict]) -> Table:
     lines = [
         [
-            row["dtype"], row["provider"], str(row["k"]), f"{row['tokens_per_s_p50']:.1f}",
+            str(row["batch"]), row["dtype"], row["provider"], str(row["k"]), f"{row['tokens_per_s_p50']:.1f}",
             f"{row['speedup_p50']:.2f} ({row['speedup_p25']:.2f} to {row['speedup_p75']:.2f})" if "speedup_p50" in row else "",
             f"{row['same_text']} of {row['prompts']}" if "same_text" in row else "",
         ]
@@ -198,14 +115,18 @@ def table(rows: list[dict]) -> Table:
         if row["status"] == "ok"
     ]  # fmt: skip
     missing = dict.fromkeys(f"{row['provider']} is {row['status']}." for row in rows if row["status"] != "ok")
-    note = "Speed-up over transformers by prompt: median and quartiles. Same text: prompts answered token for token alike."
-    return Table(["dtype", "provider", "k", "tokens/s", "speed-up", "same text"], lines, " ".join([note, *missing]))
+    note = (
+        "Speed-up over transformers' plain decoding in float32 at the same batch, by prompt: median and quartiles. Same text: "
+        "answers equal to the provider's own plain decoding with the same weights; ours without drafts, to transformers'."
+    )
+    return Table(["batch", "weights", "provider", "k", "tokens/s", "speed-up", "same text"], lines, " ".join([note, *missing]))
 
 
 def headlines(rows: list[dict]) -> list[tuple[str, str]]:
-    """Speed-up of every provider over transformers' plain decoding."""
-    return [
-        (f"greedy tokens/s over transformers, {row['dtype']}, batch 1: {row['provider']}", f"{row['speedup_p50']:.2f}")
-        for row in rows
-        if row["status"] == "ok" and "speedup_p50" in row and row["provider"] != BASELINE
-    ]
+    """Speed-up of every provider over transformers' plain decoding in float32."""
+    told = []
+    for row in rows:
+        if row["status"] == "ok" and "speedup_p50" in row and (row["provider"], row["dtype"], row["k"]) != BASELINE:
+            how = f"batch {row['batch']}: {row['provider']}, {row['dtype']}" + (f", k = {row['k']}" if row["k"] else "")
+            told.append((f"greedy tokens/s over transformers in float32, {how}", f"{row['speedup_p50']:.2f}"))
+    return told

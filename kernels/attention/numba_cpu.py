@@ -29,7 +29,12 @@ def _query(q, keys, values, out, scores, wanted, total, start, stop, scale, soft
     for s in range(start, stop):
         scores[s] = exponential(scores[s] - largest)
         mass += scores[s]
-    for s in range(start, stop):
+    last = start + (stop - start) // 4 * 4
+    for s in range(start, last, 4):  # four at a time: a sum is then loaded and stored once for four terms
+        a, b, c, e = scores[s], scores[s + 1], scores[s + 2], scores[s + 3]
+        for d in range(size):
+            total[d] += a * values[s, d] + b * values[s + 1, d] + c * values[s + 2, d] + e * values[s + 3, d]
+    for s in range(last, stop):
         for d in range(size):
             total[d] += scores[s] * values[s, d]
     for d in range(size):

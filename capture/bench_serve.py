@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.capture.build import DTYPES, EngineOptions, build_engine, load_target
+from stepgraph.capture.build import AUTO, DTYPES, EngineOptions, build_engine, load_target
 from stepgraph.capture.console import progress, report, shown
 from stepgraph.capture.cost_table import CostTable
 from stepgraph.capture.experiments.prompt_sets import load_prompts
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", type=int, default=4)
     add("--max-len", type=int, help="most tokens of a request (default: what the longest needs)")
     add("--temperature", type=float, default=0.0)
-    add("--dtype", choices=DTYPES, default=defaults.dtype)
+    add("--dtype", choices=(*DTYPES, AUTO), default=defaults.dtype)
     add("--weights", choices=WEIGHTS, help=WEIGHTS_HELP)
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     add("--rounds", type=int, default=9, help="replays of each (batch, k) for the simulator's step times")

@@ -22,6 +22,7 @@ from stepgraph.model.quantize import INT8, WEIGHTS, is_int8, quantize_int8
 from stepgraph.model.transformer import Transformer, pack_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+AUTO = "auto"
 DEFAULT_MAX_LEN = 2048
 DEFAULT_K = 3
 
@@ -43,7 +44,7 @@ class EngineOptions:
         max_len: most tokens of a request, prompt included; None is 2048 or the model's own maximum, whichever is less.
         block_size: tokens in a KV block.
         kv_memory_bytes: budget of all KV caches; no more is taken than `max_batch` requests of `max_len` can use.
-        dtype: float32, bfloat16, float16 or float64.
+        dtype: float32, bfloat16, float16 or float64; "auto" is bfloat16 where the device has its products, else float32.
         weights: "int8" rounds what the models multiply with to 8 bits (`stepgraph.model.quantize`), on the CPU; None, the
             default, leaves weights as they are.
         device: None is "cuda" where there is one, else "cpu".
@@ -101,8 +102,10 @@ class EngineOptions:
             raise ValueError(f"device is {self.device!r}; allowed are cpu, cuda and cuda:N")
         if (self.device or "").startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r}; this machine or this build of torch has no CUDA")
+        if self.dtype == AUTO:
+            object.__setattr__(self, "dtype", _fast_dtype(self.device))
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}")
+            raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}, and {AUTO}")
         if self.weights is not None:
             require_weights(self.weights, self.dtype, self.device)
         require_verify(self.verify)
@@ -123,6 +126,12 @@ class EngineOptions:
         if k is None and self.schedule is None:
             k = 0 if self.drafter == "none" else DEFAULT_K
         return make_policy(k, self.schedule)
+
+
+def _fast_dtype(device: str | None) -> str:
+    on_cuda = torch.cuda.is_available() if device is None else device != "cpu"
+    fast = on_cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if fast else "float32"
 
 
 class BuiltEngine(NamedTuple):

@@ -8,13 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.capture.build import EngineOptions, build_engine
+from stepgraph.capture.build import AUTO, DTYPES, EngineOptions, build_engine, load_target
 from stepgraph.capture.cli import Parser, guarded
 from stepgraph.capture.console import progress, shown
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.prompts import encode_prompt, read_prompts
 from stepgraph.capture.request import RequestOutput, SamplingParams
-from stepgraph.model.checkpoint import load_model
 from stepgraph.model.drafters.spec import HELP as DRAFTER_HELP
 
 PROMPTS = Path(__file__).resolve().parents[1] / "benchmarks" / "prompts.jsonl"
@@ -27,6 +26,9 @@ def main() -> int:
     parser.add_argument("--model", default=defaults.model)
     parser.add_argument("--drafter", help=DRAFTER_HELP)
     parser.add_argument("--k", type=int, default=3)
+    parser.add_argument(
+        "--dtype", choices=(*DTYPES, AUTO), default=AUTO, help="auto: bfloat16 where this machine is fast at it"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--prompts", default=str(PROMPTS), help="JSON lines; the demo's own four, or all of another file")
     args = parser.parse_args()
@@ -38,13 +40,15 @@ def run(args: argparse.Namespace) -> int:
     records = read_prompts(args.prompts)
     if args.prompts == str(PROMPTS):
         records = [record for record in records if record.id in CHOSEN]
-    plain_options = EngineOptions(model=args.model, drafter="none", k=0, max_batch=1)
+    plain_options = EngineOptions(model=args.model, drafter="none", k=0, dtype=args.dtype, max_batch=1)
+    # In float32 products of one row and of several agree on all texts tried; in bfloat16 they have to be made to.
+    plain_options = replace(plain_options, invariant_linear=plain_options.dtype == "bfloat16")
     speculative_options = replace(plain_options, drafter=args.drafter, k=args.k)
     params, drafter = SamplingParams(max_new_tokens=args.max_new_tokens), speculative_options.drafter
 
     speculative_options.make_policy()  # refuses a bad k before the model is loaded
-    loaded = load_model(args.model)
-    console.print(f"{loaded.name} loaded in {loaded.load_s:.1f} s")
+    loaded = load_target(plain_options)
+    console.print(f"{loaded.name} loaded in {loaded.load_s:.1f} s, {plain_options.dtype}")
     engines = [build_engine(options, loaded).engine for options in (speculative_options, plain_options)]
     for engine in engines:
         engine.graphs.capture(lambda keys: progress(keys, "capturing", "graph"))

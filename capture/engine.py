@@ -5,18 +5,20 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.intake import Intake, Prompt
-from stepgraph.capture.launched import LaunchedStep, StepRecord
+from stepgraph.capture.launched import LaunchedStep, Rows, StepRecord
+from stepgraph.capture.ledger import ACCEPTED, FINISHED, SEQ_LEN
 from stepgraph.capture.policies.base import KPolicy
 from stepgraph.capture.request import FinishReason, Request, RequestOutput, SamplingParams, TextCallback
 from stepgraph.capture.schedule import require_int
 from stepgraph.capture.scheduler import Scheduler
 from stepgraph.capture.stats import EngineStats
 from stepgraph.capture.transfer import Download
-from stepgraph.kernels.advance import LENGTH, STOPPED
+from stepgraph.kernels.advance import LENGTH, RESULT_HEAD, RUNNING
 from stepgraph.model.tokenizer import Tokenizer
 
 MAX_LAG = 1
@@ -77,6 +79,7 @@ class Engine:
         self.stats = EngineStats(state.k_max)
         self.interrupted = False
         self._in_flight: deque[LaunchedStep] = deque()
+        self._rows: Rows | None = None  # of the last step
         self._next_id = 0
         self._requests: dict[int, Request] = {}
         # Finished and not handed out yet: what `step` returns, and what a running `generate` collects.
@@ -218,59 +221,75 @@ class Engine:
 
     def _launchable(self) -> list[Request]:
         """Decoding requests that the steps in flight will not have brought to their limit: each commits a token at least."""
+        requests = [request for request in self.scheduler.running if request.ended is None]
         if not self._in_flight:
-            return [request for request in self.scheduler.running if request.ended is None and request.length < request.limit]
-        flying = Counter(request.id for step in self._in_flight for request in step.requests)
-        return [
-            request
-            for request in self.scheduler.running
-            if request.ended is None and request.length + flying[request.id] < request.limit
-        ]
+            return requests
+        length = self.scheduler.ledger.length
+        flying = Counter(request.id for step in self._in_flight for request in step.rows.requests)
+        return [request for request in requests if length[request.slot] + flying[request.id] < request.limit]
 
     def _launch(self) -> None:
         requests = self._launchable()
         if not requests:
             return
-        state, context = self.graphs.step.state, sum(request.length for request in requests) // len(requests)
-        k = self.policy.choose(len(requests), context, [request.id for request in requests])
+        if self._rows is None or self._rows.requests != requests:
+            self._rows = Rows(requests)
+        rows, state = self._rows, self.graphs.step.state
+        lengths = self.scheduler.ledger.length[rows.slot_array]
+        k = self.policy.choose(len(requests), int(lengths.sum()) // len(requests), rows.ids)
         most_new = k + 1 + sum(step.most_tokens for step in self._in_flight)
         # Blocks for the longest text that the steps in flight and this one can make.
-        self.scheduler.grow(requests, [request.length + most_new - 1 for request in requests])
-        state.set_rows([request.slot for request in requests])
+        self.scheduler.grow(requests, lengths + (most_new - 1), rows.slot_array)
+        state.set_rows(rows.slots)
         key = self.graphs.replay(len(requests), k)
         logprobs = {
-            row: (request.length, Download(state.logprobs[request.slot, request.length : request.length + most_new]))
-            for row, request in enumerate(requests)
-            if request.params.logprobs
+            row: (first := int(lengths[row]), Download(state.logprobs[rows.slots[row], first : first + most_new]))
+            for row in rows.watched
+            if requests[row].params.logprobs
         }
         results = state.step_results(len(requests))
-        self._in_flight.append(LaunchedStep(self.stats.steps, requests, k, key, self.graphs.eager_reason, results, logprobs))
+        self._in_flight.append(LaunchedStep(self.stats.steps, rows, k, key, self.graphs.eager_reason, results, logprobs))
         self.stats.steps += 1
 
     def _receive(self, step: LaunchedStep) -> None:
         """Take in all that a step committed, before anybody is told."""
-        rows, now_s, lag = step.read(), time.perf_counter(), len(self._in_flight)
-        for request, (result, logprobs) in zip(step.requests, rows, strict=True):
-            # It may have ended meanwhile: in an earlier step, or by a callback; its slot is then another's.
-            if request.id not in self._requests or request.ended is not None:
-                continue
-            request.first_token_s = request.first_token_s or now_s
-            request.last_token_s = now_s
-            request.receive(result, logprobs)
-            if request.stopped or result.finished == STOPPED:
-                request.ended = FinishReason.STOP
-            elif result.finished == LENGTH:
-                request.ended = FinishReason.LENGTH
-        record = step.record([result for result, _ in rows], lag)
-        self.policy.observe(step.k, record.accepted, lag, record.requests)
-        if self.on_step is not None:
+        results, now_s, lag, rows = step.results.wait(), time.perf_counter(), len(self._in_flight), step.rows
+        took_part = np.flatnonzero(results[:, RESULT_HEAD] >= 0)
+        accepted = results[took_part, ACCEPTED].tolist()
+        record = None if self.on_step is None else step.record(results, took_part, lag)
+        # A request may have ended meanwhile: in an earlier step, or by a callback; its slot is then another's.
+        live = [row for row, request in enumerate(rows.requests) if request.slot >= 0 and request.ended is None]
+        for row in rows.watched if len(live) == len(rows.requests) else sorted({*live} & {*rows.watched}):
+            self._look_at(step, row, results[row])
+        if len(live) == len(rows.requests):
+            self.scheduler.ledger.receive(rows.slot_array, results, step.k, now_s)
+        else:
+            self.scheduler.ledger.receive(rows.slot_array[live], results[live], step.k, now_s)
+        for row in np.flatnonzero(results[:, FINISHED] != RUNNING).tolist():
+            request = rows.requests[row]
+            if request.slot >= 0 and request.ended is None:
+                request.ended = FinishReason.LENGTH if results[row, FINISHED] == LENGTH else FinishReason.STOP
+        ids = rows.ids if len(took_part) == len(rows.ids) else [rows.ids[row] for row in took_part]
+        self.policy.observe(step.k, accepted, lag, ids)
+        if record is not None:
             self.on_step(record)
+
+    def _look_at(self, step: LaunchedStep, row: int, result: np.ndarray) -> None:
+        """Give a request the tokens of its row of a step. What it drops is taken out of `result`."""
+        request, sent = step.rows.requests[row], result[RESULT_HEAD : RESULT_HEAD + step.k + 1]
+        tokens = [token for token in sent.tolist() if token >= 0]
+        logprobs = step.logprobs_of(row, int(result[SEQ_LEN]), len(tokens))
+        kept = request.receive(tokens, logprobs, self.scheduler.ledger.answer_tokens(request.slot))
+        sent[kept:] = -1
+        result[ACCEPTED] = min(result[ACCEPTED], kept)
+        if request.stopped:
+            request.ended = FinishReason.STOP
 
     def _deliver(self) -> None:
         """Hand out new text and finished requests. A callback may raise, or end any request; what it keeps from going out goes
         out with the next step.
         """
-        for request in list(self.scheduler.running):
+        for request in [request for request in self.scheduler.running if request.unsent or request.ended is not None]:
             if request.unsent and request.id in self._requests:
                 self._emit_text(request)
             if request.ended is not None and request.id in self._requests:
@@ -284,12 +303,13 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """Free what a request holds and keep its output; its text callback comes last, since it may raise."""
+        progress = self.scheduler.progress(request)
         self.scheduler.release(request)
         del self._requests[request.id]
-        request.unsent += request.flush_text()
+        request.unsent += request.flush_text(len(progress.token_ids))
         rest = request.unsent
         request.text += rest
-        output = request.output(reason)
+        output = request.output(reason, progress)
         (self._collected if request.in_generate else self._outputs)[request.id] = output
         self.stats.add(output)
         if rest and request.on_text is not None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TextIO
 
-from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
+from stepgraph.capture.build import AUTO, DTYPES, EngineOptions, build_engine
 from stepgraph.capture.console import OrderedStream, graphs_table, progress, stats_table
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.launched import StepRecord
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frequency-penalty", type=float, default=sampling.frequency_penalty)
     parser.add_argument("--presence-penalty", type=float, default=sampling.presence_penalty)
     parser.add_argument("--logprobs", action="store_true", help="with --json: the log-probability of each token")
-    parser.add_argument("--dtype", choices=DTYPES, default=defaults.dtype)
+    parser.add_argument("--dtype", choices=(*DTYPES, AUTO), default=defaults.dtype)
     parser.add_argument("--weights", choices=WEIGHTS, help=WEIGHTS_HELP)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
@@ -130,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
             "verify": args.verify if options.synthetic_rates is None else "synthetic (not lossless)",
             "mode": args.mode,
             "device": str(engine.graphs.step.target.device),
-            "dtype": args.dtype,
-            "weights": args.weights or args.dtype,
+            "dtype": options.dtype,
+            "weights": options.weights or options.dtype,
             "requests": [
                 {
                     "prompt": text,

@@ -74,8 +74,6 @@ class Intake:
             seed=(self.seed + request_id) & INT64_MAX if params.seed is None else params.seed,
             limit=min(len(ids) + params.max_new_tokens, state.max_len),
             arrived_s=time.perf_counter(),
-            drafted_at=[0] * state.k_max,
-            accepted_at=[0] * state.k_max,
             decoder=StreamDecoder(self.tokenizer) if self.tokenizer is not None else None,
             stops=StopStrings(params.stop) if params.stop else None,
             verify=Verify.SYNTHETIC if self.synthetic_rates is not None else VERIFY[params.verify or self.verify],

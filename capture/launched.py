@@ -1,10 +1,12 @@
 """A step that was launched, until its results have been read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from stepgraph.capture.keys import GraphKey
+from stepgraph.capture.ledger import ACCEPTED, DRAFTED
 from stepgraph.capture.request import Request
-from stepgraph.capture.state import StepResult, read_results
 from stepgraph.capture.transfer import Download
 
 
@@ -37,12 +39,36 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The requests of a step, row by row; made once for as many steps as they stay the same.
+
+    Attributes:
+        requests, ids, slots: of each row; `slot_array [B]` are the slots once more.
+        watched: rows whose tokens have to be looked at as they come.
+    """
+
+    requests: list[Request]
+    ids: list[int] = field(init=False)
+    slots: list[int] = field(init=False)
+    slot_array: np.ndarray = field(init=False)
+    watched: list[int] = field(init=False)
+
+    def __post_init__(self):
+        made = {
+            "ids": [request.id for request in self.requests], "slots": [request.slot for request in self.requests],
+            "watched": [row for row, request in enumerate(self.requests) if request.watched],
+        }  # fmt: skip
+        for name, value in {**made, "slot_array": np.array(made["slots"])}.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
 class LaunchedStep:
     """A step in flight.
 
     Attributes:
         number: of the step, from 0.
-        requests: row → request.
+        rows: its requests.
         k: of the step.
         key: of the graph that runs it, None when it ran operator by operator.
         reason: why it had no graph.
@@ -51,7 +77,7 @@ class LaunchedStep:
     """
 
     number: int
-    requests: list[Request]
+    rows: Rows
     k: int
     key: GraphKey | None
     reason: str | None
@@ -63,21 +89,17 @@ class LaunchedStep:
         """Most tokens it can commit to a request."""
         return self.k + 1
 
-    def read(self) -> list[tuple[StepResult, list[float]]]:
-        """Wait for the step; each row's result, and the log-probabilities of its tokens when they are wanted."""
-        rows = []
-        for row, result in enumerate(read_results(self.results, self.k)):
-            logprobs = []
-            if row in self.logprobs:
-                first, fetched = self.logprobs[row]
-                start = result.seq_len + 1 - len(result.tokens) - first
-                logprobs = fetched.wait()[start : start + len(result.tokens)]
-            rows.append((result, logprobs))
-        return rows
+    def logprobs_of(self, row: int, seq_len: int, count: int) -> list[float]:
+        """Log-probabilities of the `count` tokens that the step committed to a row; none where they are not wanted."""
+        if row not in self.logprobs:
+            return []
+        first, fetched = self.logprobs[row]
+        start = seq_len + 1 - count - first
+        return fetched.wait().tolist()[start : start + count]
 
-    def record(self, results: list[StepResult], lag: int) -> StepRecord:
-        rows = [(request, result) for request, result in zip(self.requests, results, strict=True) if result.tokens]
-        batch = len(self.requests)
+    def record(self, results: np.ndarray, took_part: np.ndarray, lag: int) -> StepRecord:
+        """`results [B, 5 + k + 1]` as they were read, and the numbers of the rows that committed anything."""
+        batch = len(self.rows.requests)
         return StepRecord(
             step=self.number,
             batch=batch,
@@ -86,8 +108,8 @@ class LaunchedStep:
             key=None if self.key is None else f"{self.key.batch}x{self.key.k}",
             reason=self.reason,
             padding=0 if self.key is None else self.key.batch - batch,
-            requests=[request.id for request, _ in rows],
-            drafted=[result.drafted for _, result in rows],
-            accepted=[result.accepted for _, result in rows],
+            requests=[self.rows.ids[row] for row in took_part],
+            drafted=results[took_part, DRAFTED].tolist(),
+            accepted=results[took_part, ACCEPTED].tolist(),
             lag=lag,
         )

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from stepgraph.capture.ledger import Progress
 from stepgraph.capture.schedule import require_int, show
-from stepgraph.capture.state import MAX_LOGIT_BIAS, MAX_STOP_IDS, StepResult
+from stepgraph.capture.state import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from stepgraph.capture.stops import StopStrings
 from stepgraph.kernels.rejection import Verify
 from stepgraph.model.tokenizer import StreamDecoder
@@ -129,7 +130,9 @@ class SamplingParams:
 
 @dataclass(eq=False)
 class Request:
-    """A request on its way through the engine. Positions count from the start of the prompt."""
+    """A request on its way through the engine. Positions count from the start of the prompt. Its answer's tokens and counts are
+    in the engine's `Ledger`, by slot.
+    """
 
     id: int
     prompt: str | None
@@ -143,12 +146,6 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     reserved: int = 0  # blocks promised and not taken yet
     prefilled: int = 0  # prompt tokens in the KV cache
-    output_ids: list[int] = field(default_factory=list)
-    steps: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-    first_token_s: float | None = None
-    last_token_s: float | None = None
     decoder: StreamDecoder | None = None
     stops: StopStrings | None = None
     verify: Verify = Verify.STANDARD
@@ -159,7 +156,6 @@ class Request:
     unsent: str = ""  # final, and not handed out yet
     ended: FinishReason | None = None  # known to the host, and not handed out yet
     logprobs: list[float] = field(default_factory=list)
-    repaired: int = 0
 
     @property
     def prefill_target(self) -> int:
@@ -167,59 +163,52 @@ class Request:
         return len(self.prompt_ids) - 1
 
     @property
-    def length(self) -> int:
-        """Tokens so far, prompt included."""
-        return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
     def stopped(self) -> bool:
         """A stop string is complete."""
         return self.stops is not None and self.stops.found
 
-    def receive(self, result: StepResult, logprobs: list[float]) -> None:
-        """Take in the tokens of a step; text that became final waits in `unsent`.
+    @property
+    def watched(self) -> bool:
+        """Its tokens have to be looked at as they come."""
+        return self.decoder is not None or self.params.logprobs
 
-        Tokens after the one that completes a stop string are dropped, from log-probabilities and acceptance as well: what is
-        counted is what the user gets.
+    def receive(self, tokens: list[int], logprobs: list[float], before: int) -> int:
+        """Take in the tokens of a step; text that became final waits in `unsent`. Returns how many are kept: tokens after the
+        one that completes a stop string are dropped, since what is counted is what the user gets.
+
+        `before` is the number of tokens that the answer has already.
         """
-        tokens, kept = result.tokens, len(result.tokens)
+        kept = len(tokens)
         if self.stops is None:
             self.unsent += self.decoder.push(tokens) if self.decoder is not None else ""
         else:
             for index, token in enumerate(tokens):  # one by one, to know which token completes a stop string
-                enough = len(self.output_ids) + index >= self.params.min_tokens
-                self.unsent += self.stops.push(self.decoder.push([token]), enough)
+                self.unsent += self.stops.push(self.decoder.push([token]), before + index >= self.params.min_tokens)
                 if self.stops.found:
                     kept = index + 1
                     break
-        self.output_ids += tokens[:kept]
         self.logprobs += logprobs[:kept]
-        self.steps += 1
-        self.repaired += result.repaired
-        for position in range(result.drafted):
-            self.drafted_at[position] += 1
-        for position in range(min(result.accepted, kept)):
-            self.accepted_at[position] += 1
+        return kept
 
-    def flush_text(self) -> str:
-        """The rest of the text at its end."""
+    def flush_text(self, answer_tokens: int) -> str:
+        """The rest of the text at its end, after so many tokens."""
         if self.decoder is None or self.stopped:
             return ""
         rest = self.decoder.flush()
         if self.stops is None:
             return rest
-        rest = self.stops.push(rest, len(self.output_ids) > self.params.min_tokens)
+        rest = self.stops.push(rest, answer_tokens > self.params.min_tokens)
         return rest if self.stops.found else rest + self.stops.flush()
 
-    def output(self, reason: FinishReason) -> "RequestOutput":
+    def output(self, reason: FinishReason, progress: Progress) -> "RequestOutput":
         ttft_ms = tpot_ms = None
-        if self.first_token_s is not None:
-            ttft_ms = (self.first_token_s - self.arrived_s) * 1e3
-            if len(self.output_ids) > 1:
-                tpot_ms = (self.last_token_s - self.first_token_s) * 1e3 / (len(self.output_ids) - 1)
+        if progress.first_token_s is not None:
+            ttft_ms = (progress.first_token_s - self.arrived_s) * 1e3
+            if len(progress.token_ids) > 1:
+                tpot_ms = (progress.last_token_s - progress.first_token_s) * 1e3 / (len(progress.token_ids) - 1)
         return RequestOutput(
-            self.id, self.prompt, self.prompt_ids, list(self.output_ids), self.text, reason, self.steps, self.drafted_at,
-            self.accepted_at, ttft_ms, tpot_ms, list(self.logprobs) if self.params.logprobs else None, self.repaired,
+            self.id, self.prompt, self.prompt_ids, progress.token_ids, self.text, reason, progress.steps, progress.drafted_at,
+            progress.accepted_at, ttft_ms, tpot_ms, list(self.logprobs) if self.params.logprobs else None, progress.repaired,
         )  # fmt: skip
 
 

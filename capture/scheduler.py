@@ -3,8 +3,11 @@
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
+from stepgraph.capture.ledger import Ledger, Progress, no_progress
 from stepgraph.capture.request import Request, SamplingParams
-from stepgraph.capture.state import MAX_STOP_IDS, DecodeState
+from stepgraph.capture.state import DecodeState
 from stepgraph.capture.transfer import integers, upload
 from stepgraph.model.kv_cache import BlockAllocator
 
@@ -19,6 +22,7 @@ class Scheduler:
     def __init__(self, state: DecodeState, num_blocks: int, block_size: int):
         self.state, self.block_size, self.table_blocks = state, block_size, state.block_table.shape[1]
         self.allocator = BlockAllocator(num_blocks)
+        self.ledger = Ledger(state.num_slots, state.max_len, state.k_max)
         self.free_slots = list(range(state.num_slots - 1, -1, -1))
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
@@ -43,28 +47,34 @@ class Scheduler:
                 return
             request.reserved = self.most_blocks(request)
             request.slot = self.free_slots.pop()
+            self.ledger.open(request.slot, len(request.prompt_ids))
             self._write_slot(request)
             self.waiting.popleft()
             self.prefilling.append(request)
 
-    def grow(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
-        """Have blocks for the first `tokens[i]` tokens of request i, or as many as it can ever use. All that is new goes to
-        the device at once.
+    def grow(self, requests: Sequence[Request], tokens: Sequence[int] | np.ndarray, slots: np.ndarray | None = None) -> None:
+        """Have blocks for the first `tokens[i]` tokens of request i, or as many as it can ever use. All that is new goes to the
+        device at once. `slots` are the requests' own, for who has them at hand.
         """
-        block_size, cells, fresh = self.block_size, [], []
-        for request, wanted in zip(requests, tokens, strict=True):
+        slots = np.array([request.slot for request in requests]) if slots is None else slots
+        cells, fresh = [], []
+        for row in np.flatnonzero(np.asarray(tokens) > self.ledger.held[slots]).tolist():
+            request = requests[row]
             have = len(request.blocks)
-            if wanted <= have * block_size:
-                continue
-            missing = self.blocks_for(min(wanted, request.limit - 1)) - have
+            missing = self.blocks_for(min(int(tokens[row]), request.limit - 1)) - have
             if missing > 0:
                 cells += range(first := request.slot * self.table_blocks + have, first + missing)
                 fresh += (blocks := self.allocator.take(missing))
                 request.blocks += blocks
                 request.reserved -= missing
+                self.ledger.held[request.slot] = len(request.blocks) * self.block_size
         if fresh:
             table = self.state.block_table
             table.view(-1).index_copy_(0, *integers([cells, fresh], table.device))
+
+    def progress(self, request: Request) -> Progress:
+        """What a request has come to."""
+        return no_progress(self.state.k_max) if request.slot < 0 else self.ledger.progress(request.slot)
 
     def release(self, request: Request) -> None:
         """Take a request out, wherever it is, and return what it holds."""
@@ -78,23 +88,23 @@ class Scheduler:
             request.slot = -1
 
     def _write_slot(self, request: Request) -> None:
+        """What the slot holds is what an empty one does, so what is as there need not be written."""
         state, slot, params, prompt = self.state, request.slot, request.params, request.prompt_ids
         upload(state.history[slot, : len(prompt)], prompt)
-        state.last_token[slot] = prompt[-1]
-        state.seq_len[slot] = len(prompt) - 1
-        state.limit[slot] = request.limit
-        state.draft_limit[slot] = state.k_max if params.draft_limit is None else min(params.draft_limit, state.k_max)
-        upload(state.stop_ids[slot], request.stop_ids + [-1] * (MAX_STOP_IDS - len(request.stop_ids)))
-        state.temperature[slot] = params.temperature
-        state.top_k[slot] = params.top_k
-        state.top_p[slot] = params.top_p
-        state.min_p[slot] = params.min_p
-        state.seed[slot] = request.seed
-        state.verify[slot] = int(request.verify)
+        values = {
+            "last_token": prompt[-1], "seq_len": len(prompt) - 1, "limit": request.limit, "prompt_len": len(prompt),
+            "draft_limit": state.k_max if params.draft_limit is None else min(params.draft_limit, state.k_max),
+            "seed": request.seed, "verify": int(request.verify),
+        }  # fmt: skip
+        if params.temperature:
+            values |= {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        state.write_slot(slot, values)
+        if request.stop_ids:
+            upload(state.stop_ids[slot, : len(request.stop_ids)], request.stop_ids)
         if request.rates:
             upload(state.rates[slot, : len(request.rates)], request.rates)
-        state.wants_logprobs[slot] = params.logprobs
-        state.prompt_len[slot] = len(prompt)
+        if params.logprobs:
+            state.wants_logprobs[slot] = True
         if params.transforms_logits:
             self._write_transforms(slot, params, len(prompt))
 

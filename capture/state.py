@@ -1,7 +1,5 @@
 """`DecodeState`: every tensor of the running requests that outlives a step, allocated once, read and written in place."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
@@ -14,17 +12,6 @@ MAX_LOGIT_BIAS = 128
 
 # What an empty slot holds where that is not 0.
 EMPTY = {"slots": -1, "stop_ids": -1, "bias_ids": -1, "top_p": 1.0, "repetition": 1.0}
-
-
-class StepResult(NamedTuple):
-    """What the host learns about one row of a step: how far its request is, whether it ended, and what the step committed."""
-
-    seq_len: int
-    finished: int
-    drafted: int
-    accepted: int
-    repaired: int
-    tokens: list[int]
 
 
 class DecodeState(nn.Module):
@@ -92,7 +79,7 @@ class DecodeState(nn.Module):
             "repaired": integers(rows),
             "results": integers(num_slots, RESULT_HEAD + k_max + 1),
         }
-        self._rows = [-1] * num_slots  # what `slots` holds
+        self._rows: list[int] = []  # what `slots` holds; all after it is padding
         self._views: dict[int, list[Tensor]] = {}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor.fill_(EMPTY.get(name, 0)), persistent=False)
@@ -103,18 +90,19 @@ class DecodeState(nn.Module):
         Raises:
             ValueError: more rows than slots, a slot that does not exist, or one on two rows, whose writes would race.
         """
-        rows = [*slots, *[-1] * (self.num_slots - len(slots))]
-        if rows != self._rows:
-            live, last = [slot for slot in rows if slot != -1], self.num_slots - 1
-            known = all(isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot <= last for slot in live)
-            if not known or len(rows) > self.num_slots or len(set(live)) < len(live):
-                raise ValueError(f"slots is {list(slots)}; allowed are up to {last + 1} of 0 to {last}, each once, and -1")
-            upload(self.slots, rows)
-            self._rows = rows
+        if slots == self._rows:
+            return
+        live, last = [slot for slot in slots if slot != -1], self.num_slots - 1
+        known = all(isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot <= last for slot in live)
+        if not known or len(slots) > self.num_slots or len(set(live)) < len(live):
+            raise ValueError(f"slots is {list(slots)}; allowed are up to {last + 1} of 0 to {last}, each once, and -1")
+        upload(self.slots, [*slots, *[-1] * (self.num_slots - len(slots))])
+        self._rows = list(slots)
 
     def pad_rows(self, batch: int) -> None:
         """Make padding of every row from `batch` on."""
-        self.set_rows(self._rows[:batch])
+        if batch < len(self._rows):
+            self.set_rows(self._rows[:batch])
 
     def rows(self, batch: int, k: int, drafter_positions: int | None) -> StepRows:
         """The first `batch` rows as a step sees them. Traced: fixed shapes, no host read.
@@ -150,6 +138,16 @@ class DecodeState(nn.Module):
         """Forget the request of a slot: nothing of it may reach the next one."""
         torch._foreach_copy_(self._cells(slot), self._cells(self.num_slots))
 
+    def write_slot(self, slot: int, values: dict[str, int | float]) -> None:
+        """Set what buffers of one number a slot hold for a slot, by name."""
+        cells, sources = [], []
+        for dtype in (torch.int64, torch.float32):
+            names = [name for name in values if getattr(self, name).dtype == dtype]
+            cells += [getattr(self, name)[slot] for name in names]
+            staged = torch.tensor([values[name] for name in names], dtype=dtype, pin_memory=self.slots.is_cuda)
+            sources += staged.unbind()
+        torch._foreach_copy_(cells, sources, non_blocking=True)
+
     def _cells(self, slot: int) -> list[Tensor]:
         """What each buffer holds for a slot, as views that are made once."""
         if slot not in self._views:
@@ -162,17 +160,9 @@ class DecodeState(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def step_results(self, batch: int) -> Download:
-        """Start to fetch the results of the step that was launched last; `read_results` makes `StepResult`s of them."""
+        """Start to fetch the results of the step that was launched last, `[batch, 5 + k_max + 1]`."""
         return Download(self.results[:batch])
 
     def tokens(self, slot: int, start: int, stop: int) -> list[int]:
         """Tokens of a request at positions `start .. stop - 1`."""
         return self.history[slot, start:stop].tolist()
-
-
-def read_results(fetched: Download, k: int) -> list[StepResult]:
-    """Wait for a step's results; k is the step's."""
-    return [
-        StepResult(*row[:RESULT_HEAD], [token for token in row[RESULT_HEAD : RESULT_HEAD + k + 1] if token >= 0])
-        for row in fetched.wait()
-    ]

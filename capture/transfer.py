@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,8 @@ class Download:
         else:
             self.copy, self.event = source.clone(), None
 
-    def wait(self) -> list:
-        """The tensor's values, as nested lists."""
+    def wait(self) -> np.ndarray:
+        """The tensor's values. They are the caller's, who may change them."""
         if self.event is not None:
             self.event.synchronize()
-        return self.copy.tolist()
+        return self.copy.numpy()

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from stepgraph.capture.build import DTYPES, EngineOptions, load_target
+from stepgraph.capture.build import AUTO, DTYPES, EngineOptions, load_target
 from stepgraph.capture.console import progress
 from stepgraph.capture.cost_table import SCHEMA, CostTable
 from stepgraph.capture.experiments.prompt_sets import PUBLIC, load_prompts, spread
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=48)
     add("--temperature", type=float, default=0.0)
     add("--max-batch", type=int, help="the schedule's largest batch (default: the largest timed)")
-    add("--dtype", choices=DTYPES, default=defaults.dtype)
+    add("--dtype", choices=(*DTYPES, AUTO), default=defaults.dtype)
     add("--weights", choices=WEIGHTS, help=WEIGHTS_HELP)
     add("--device", help="cpu or cuda (default: cuda where there is one)")
     add("--mode", choices=[str(mode) for mode in Mode], default=str(Mode.FULL))
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         options, loaded, batches, ks, contexts, rounds, lambda items, total: progress(items, "timing", "replay", total)
     )
     document = {
-        "schema": SCHEMA, "model": loaded.name, "drafter": options.drafter, "dtype": args.dtype,
-        "weights": args.weights or args.dtype, "mode": args.mode,
+        "schema": SCHEMA, "model": loaded.name, "drafter": options.drafter, "dtype": options.dtype,
+        "weights": options.weights or options.dtype, "mode": args.mode,
         "temperature": args.temperature, "env": environment(), "prefill_ms_per_token": measure_prefill(options, loaded),
         "rows": rows, "acceptance": acceptance,
     }  # fmt: skip

@@ -89,6 +89,11 @@ def _chunk(q: Tensor, keys: Tensor, values: Tensor, first: int, scale: float, wi
     """`q [Q, H, D]` whose query 0 sits at position `first`, over `keys, values [KV, S, D]` -> `[Q, H, D]`."""
     dtype = accumulation_dtype(q.dtype)
     query_len, heads, head_dim = q.shape
+    if query_len > 1 and window == 0 and softcap == 0 and first >= 0:
+        parts = (part.to(dtype)[None] for part in (q.transpose(0, 1), keys, values))
+        mask = torch.arange(keys.shape[1]) <= torch.arange(first, first + query_len)[:, None]
+        out = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1).to(q.dtype)
     grouped = q.to(dtype).view(query_len, keys.shape[0], -1, head_dim).permute(1, 2, 0, 3)  # [KV, G, Q, D]
     scores = grouped.flatten(1, 2) @ keys.to(dtype).transpose(1, 2) * scale  # [KV, G Q, S]
     if softcap > 0:

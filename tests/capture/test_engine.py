@@ -141,8 +141,9 @@ def test_a_newcomer_without_drafts_joins_in_one_graph():
     engine.step()
     request = engine._requests[new]
     assert engine.graphs.hits == replays + 1
-    assert (len(request.output_ids), request.steps, sum(request.drafted_at)) == (1, 1, 0)
-    assert sum(engine._requests[old].drafted_at) > 0
+    progress = engine.scheduler.progress(request)
+    assert (len(progress.token_ids), progress.steps, sum(progress.drafted_at)) == (1, 1, 0)
+    assert sum(engine.scheduler.progress(engine._requests[old]).drafted_at) > 0
     assert engine.policy.batches[-1] == 2
 
 

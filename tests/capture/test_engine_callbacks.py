@@ -53,7 +53,7 @@ def test_abort_from_the_text_callback(victim):
     engine, aborted = engine_with_text(), []
 
     def on_text(request_id, _):
-        if request_id == 0 and len(engine._requests[0].output_ids) == 2 and not aborted:
+        if request_id == 0 and engine.scheduler.ledger.answer_tokens(engine._requests[0].slot) == 2 and not aborted:
             aborted.append(engine.abort(victim))
 
     outputs = engine.generate([[1], [2]], tokens(6), on_text=on_text)

@@ -53,8 +53,9 @@ def test_blocks_cover_what_is_in_flight():
 
     def checked(batch, k):
         for request in engine.scheduler.running:
-            flying = sum(step.k + 1 for step in engine._in_flight if request in step.requests)
-            grown.append((len(request.blocks), min(request.length + flying + k, request.limit - 1)))
+            flying = sum(step.k + 1 for step in engine._in_flight if request in step.rows.requests)
+            length = int(engine.scheduler.ledger.length[request.slot])
+            grown.append((len(request.blocks), min(length + flying + k, request.limit - 1)))
         return replay(batch, k)
 
     engine.graphs.replay = checked

@@ -196,7 +196,7 @@ class Engine:
         oldest = next((request for request in prefilling if request.prefilled < request.prefill_target), None)
         if oldest is not None:
             stop = min(oldest.prefilled + self.prefill_chunk, oldest.prefill_target)
-            self.scheduler.grow([oldest], [stop])
+            self.scheduler.grow(np.array([oldest.slot]), np.array([stop]))
             with torch.no_grad():
                 self.graphs.step.prefill(oldest.slot, oldest.prompt_ids[oldest.prefilled : stop], oldest.prefilled)
             oldest.prefilled = stop
@@ -235,12 +235,12 @@ class Engine:
         if self._rows is None or self._rows.requests != requests:
             self._rows = Rows(requests)
         rows, state = self._rows, self.graphs.step.state
-        lengths = self.scheduler.ledger.length[rows.slot_array]
-        k = self.policy.choose(len(requests), int(lengths.sum()) // len(requests), rows.ids)
+        lengths = self.scheduler.ledger.length[rows.slots]
+        k = self.policy.choose(len(requests), sum(lengths.tolist()) // len(requests), rows.ids)
         most_new = k + 1 + sum(step.most_tokens for step in self._in_flight)
         # Blocks for the longest text that the steps in flight and this one can make.
-        self.scheduler.grow(requests, lengths + (most_new - 1), rows.slot_array)
-        state.set_rows(rows.slots)
+        self.scheduler.grow(rows.slots, lengths + (most_new - 1))
+        state.place(rows.slots)
         key = self.graphs.replay(len(requests), k)
         logprobs = {
             row: (first := int(lengths[row]), Download(state.logprobs[rows.slots[row], first : first + most_new]))
@@ -254,22 +254,25 @@ class Engine:
     def _receive(self, step: LaunchedStep) -> None:
         """Take in all that a step committed, before anybody is told."""
         results, now_s, lag, rows = step.results.wait(), time.perf_counter(), len(self._in_flight), step.rows
-        took_part = np.flatnonzero(results[:, RESULT_HEAD] >= 0)
-        accepted = results[took_part, ACCEPTED].tolist()
+        took_part = [row for row, token in enumerate(results[:, RESULT_HEAD].tolist()) if token >= 0]
+        accepted = results[:, ACCEPTED].tolist()
+        if len(took_part) < len(accepted):
+            accepted = [accepted[row] for row in took_part]
         record = None if self.on_step is None else step.record(results, took_part, lag)
         # A request may have ended meanwhile: in an earlier step, or by a callback; its slot is then another's.
-        live = [row for row, request in enumerate(rows.requests) if request.slot >= 0 and request.ended is None]
-        for row in rows.watched if len(live) == len(rows.requests) else sorted({*live} & {*rows.watched}):
-            self._look_at(step, row, results[row])
-        if len(live) == len(rows.requests):
-            self.scheduler.ledger.receive(rows.slot_array, results, step.k, now_s)
-        else:
-            self.scheduler.ledger.receive(rows.slot_array[live], results[live], step.k, now_s)
-        for row in np.flatnonzero(results[:, FINISHED] != RUNNING).tolist():
-            request = rows.requests[row]
-            if request.slot >= 0 and request.ended is None:
-                request.ended = FinishReason.LENGTH if results[row, FINISHED] == LENGTH else FinishReason.STOP
-        ids = rows.ids if len(took_part) == len(rows.ids) else [rows.ids[row] for row in took_part]
+        slots, gone = rows.slots, [row for row, request in enumerate(rows.requests) if request.ended is not None]
+        if gone:
+            slots = slots.copy()
+            slots[gone] = -1
+        for row in rows.watched:
+            if slots[row] >= 0:
+                self._look_at(step, row, results[row])
+        self.scheduler.ledger.receive(slots, results, step.k, now_s)
+        for row, finished in enumerate(results[:, FINISHED].tolist()):
+            if finished != RUNNING and slots[row] >= 0:
+                request = rows.requests[row]
+                request.ended = request.ended or (FinishReason.LENGTH if finished == LENGTH else FinishReason.STOP)
+        ids = rows.ids if len(accepted) == len(rows.ids) else [rows.ids[row] for row in took_part]
         self.policy.observe(step.k, accepted, lag, ids)
         if record is not None:
             self.on_step(record)
@@ -305,6 +308,7 @@ class Engine:
         """Free what a request holds and keep its output; its text callback comes last, since it may raise."""
         progress = self.scheduler.progress(request)
         self.scheduler.release(request)
+        request.ended = reason
         del self._requests[request.id]
         request.unsent += request.flush_text(len(progress.token_ids))
         rest = request.unsent

@@ -79,11 +79,11 @@ class Intake:
             verify=Verify.SYNTHETIC if self.synthetic_rates is not None else VERIFY[params.verify or self.verify],
             rates=self.synthetic_rates or (),
         )
-        needed, capacity = scheduler.most_blocks(request), scheduler.allocator.capacity
+        needed, capacity = scheduler.most_blocks(request), scheduler.blocks.capacity
         if needed > capacity:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens with max_new_tokens={params.max_new_tokens} needs {needed} KV blocks of "
-                f"{scheduler.block_size} tokens; the cache has {capacity}"
+                f"{scheduler.blocks.block_size} tokens; the cache has {capacity}"
             )
         return request
 

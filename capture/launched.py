@@ -1,6 +1,6 @@
 """A step that was launched, until its results have been read."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,28 +38,19 @@ class StepRecord:
     lag: int
 
 
-@dataclass(frozen=True)
 class Rows:
     """The requests of a step, row by row; made once for as many steps as they stay the same.
 
     Attributes:
-        requests, ids, slots: of each row; `slot_array [B]` are the slots once more.
+        requests, ids: of each row.
+        slots: `[B]` int64.
         watched: rows whose tokens have to be looked at as they come.
     """
 
-    requests: list[Request]
-    ids: list[int] = field(init=False)
-    slots: list[int] = field(init=False)
-    slot_array: np.ndarray = field(init=False)
-    watched: list[int] = field(init=False)
-
-    def __post_init__(self):
-        made = {
-            "ids": [request.id for request in self.requests], "slots": [request.slot for request in self.requests],
-            "watched": [row for row, request in enumerate(self.requests) if request.watched],
-        }  # fmt: skip
-        for name, value in {**made, "slot_array": np.array(made["slots"])}.items():
-            object.__setattr__(self, name, value)
+    def __init__(self, requests: list[Request]):
+        self.requests, self.ids = requests, [request.id for request in requests]
+        self.slots = np.array([request.slot for request in requests])
+        self.watched = [row for row, request in enumerate(requests) if request.watched]
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ class LaunchedStep:
         start = seq_len + 1 - count - first
         return fetched.wait().tolist()[start : start + count]
 
-    def record(self, results: np.ndarray, took_part: np.ndarray, lag: int) -> StepRecord:
+    def record(self, results: np.ndarray, took_part: list[int], lag: int) -> StepRecord:
         """`results [B, 5 + k + 1]` as they were read, and the numbers of the rows that committed anything."""
         batch = len(self.rows.requests)
         return StepRecord(

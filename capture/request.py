@@ -143,8 +143,6 @@ class Request:
     limit: int  # most tokens, prompt included
     arrived_s: float
     slot: int = -1
-    blocks: list[int] = field(default_factory=list)
-    reserved: int = 0  # blocks promised and not taken yet
     prefilled: int = 0  # prompt tokens in the KV cache
     decoder: StreamDecoder | None = None
     stops: StopStrings | None = None
@@ -156,6 +154,10 @@ class Request:
     unsent: str = ""  # final, and not handed out yet
     ended: FinishReason | None = None  # known to the host, and not handed out yet
     logprobs: list[float] = field(default_factory=list)
+    watched: bool = field(init=False)  # its tokens have to be looked at as they come
+
+    def __post_init__(self):
+        self.watched = self.decoder is not None or self.params.logprobs
 
     @property
     def prefill_target(self) -> int:
@@ -166,11 +168,6 @@ class Request:
     def stopped(self) -> bool:
         """A stop string is complete."""
         return self.stops is not None and self.stops.found
-
-    @property
-    def watched(self) -> bool:
-        """Its tokens have to be looked at as they come."""
-        return self.decoder is not None or self.params.logprobs
 
     def receive(self, tokens: list[int], logprobs: list[float], before: int) -> int:
         """Take in the tokens of a step; text that became final waits in `unsent`. Returns how many are kept: tokens after the

@@ -1,15 +1,14 @@
 """Which requests hold memory and run: slots and KV blocks, on the host."""
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 
+from stepgraph.capture.blocks import BlockTables
 from stepgraph.capture.ledger import Ledger, Progress, no_progress
 from stepgraph.capture.request import Request, SamplingParams
 from stepgraph.capture.state import DecodeState
 from stepgraph.capture.transfer import integers, upload
-from stepgraph.model.kv_cache import BlockAllocator
 
 
 class Scheduler:
@@ -20,20 +19,17 @@ class Scheduler:
     """
 
     def __init__(self, state: DecodeState, num_blocks: int, block_size: int):
-        self.state, self.block_size, self.table_blocks = state, block_size, state.block_table.shape[1]
-        self.allocator = BlockAllocator(num_blocks)
+        self.state = state
+        self.blocks = BlockTables(num_blocks, block_size, *state.block_table[:-1].shape)
         self.ledger = Ledger(state.num_slots, state.max_len, state.k_max)
         self.free_slots = list(range(state.num_slots - 1, -1, -1))
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.running: list[Request] = []
 
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
-
     def most_blocks(self, request: Request) -> int:
         """Blocks of the longest text the request may reach; its last token never enters the cache."""
-        return self.blocks_for(request.limit - 1)
+        return -(-(request.limit - 1) // self.blocks.block_size)
 
     @property
     def unfinished(self) -> int:
@@ -43,34 +39,22 @@ class Scheduler:
         """Give slots to waiting requests while there is room."""
         while self.waiting and self.free_slots:
             request = self.waiting[0]
-            if not self.allocator.reserve(self.most_blocks(request)):
+            if not self.blocks.reserve(self.free_slots[-1], self.most_blocks(request)):
                 return
-            request.reserved = self.most_blocks(request)
             request.slot = self.free_slots.pop()
             self.ledger.open(request.slot, len(request.prompt_ids))
             self._write_slot(request)
             self.waiting.popleft()
             self.prefilling.append(request)
 
-    def grow(self, requests: Sequence[Request], tokens: Sequence[int] | np.ndarray, slots: np.ndarray | None = None) -> None:
-        """Have blocks for the first `tokens[i]` tokens of request i, or as many as it can ever use. All that is new goes to the
-        device at once. `slots` are the requests' own, for who has them at hand.
+    def grow(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """Have blocks for the first `tokens[i]` tokens of the request in slot `slots[i]`, or as many as it can ever use. All
+        that is new goes to the device at once.
         """
-        slots = np.array([request.slot for request in requests]) if slots is None else slots
-        cells, fresh = [], []
-        for row in np.flatnonzero(np.asarray(tokens) > self.ledger.held[slots]).tolist():
-            request = requests[row]
-            have = len(request.blocks)
-            missing = self.blocks_for(min(int(tokens[row]), request.limit - 1)) - have
-            if missing > 0:
-                cells += range(first := request.slot * self.table_blocks + have, first + missing)
-                fresh += (blocks := self.allocator.take(missing))
-                request.blocks += blocks
-                request.reserved -= missing
-                self.ledger.held[request.slot] = len(request.blocks) * self.block_size
-        if fresh:
+        fresh = self.blocks.grow(slots, tokens)
+        if fresh.size:
             table = self.state.block_table
-            table.view(-1).index_copy_(0, *integers([cells, fresh], table.device))
+            table.view(-1).index_copy_(0, *integers(fresh, table.device))
 
     def progress(self, request: Request) -> Progress:
         """What a request has come to."""
@@ -82,7 +66,7 @@ class Scheduler:
             if request in queue:
                 queue.remove(request)
         if request.slot >= 0:
-            self.allocator.give_back(request.blocks, request.reserved)
+            self.blocks.release(request.slot)
             self.state.clear_slot(request.slot)
             self.free_slots.append(request.slot)
             request.slot = -1
@@ -91,14 +75,13 @@ class Scheduler:
         """What the slot holds is what an empty one does, so what is as there need not be written."""
         state, slot, params, prompt = self.state, request.slot, request.params, request.prompt_ids
         upload(state.history[slot, : len(prompt)], prompt)
-        values = {
-            "last_token": prompt[-1], "seq_len": len(prompt) - 1, "limit": request.limit, "prompt_len": len(prompt),
-            "draft_limit": state.k_max if params.draft_limit is None else min(params.draft_limit, state.k_max),
-            "seed": request.seed, "verify": int(request.verify),
-        }  # fmt: skip
+        draft_limit = state.k_max if params.draft_limit is None else min(params.draft_limit, state.k_max)
+        numbers = prompt[-1], len(prompt) - 1, request.limit, draft_limit, request.seed, int(request.verify), len(prompt)
         if params.temperature:
-            values |= {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        state.write_slot(slot, values)
+            state.write_slot(slot, numbers, (params.temperature, params.top_p, params.min_p))
+            state.top_k[slot] = params.top_k
+        else:
+            state.write_slot(slot, numbers)
         if request.stop_ids:
             upload(state.stop_ids[slot, : len(request.stop_ids)], request.stop_ids)
         if request.rates:

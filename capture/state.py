@@ -1,14 +1,21 @@
 """`DecodeState`: every tensor of the running requests that outlives a step, allocated once, read and written in place."""
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepgraph.capture.transfer import Download, upload
+from stepgraph.capture.transfer import Download, upload, upload_source
 from stepgraph.kernels.advance import RESULT_HEAD, RUNNING
 from stepgraph.model.drafters.base import StepRows
 
 MAX_STOP_IDS = 8
 MAX_LOGIT_BIAS = 128
+
+# Buffers of one number a slot that every request sets, and those that say how it is drawn (greedy in an empty slot).
+NUMBERS = ("last_token", "seq_len", "limit", "draft_limit", "seed", "verify", "prompt_len")
+LAWS = ("temperature", "top_p", "min_p")
 
 # What an empty slot holds where that is not 0.
 EMPTY = {"slots": -1, "stop_ids": -1, "bias_ids": -1, "top_p": 1.0, "repetition": 1.0}
@@ -79,30 +86,36 @@ class DecodeState(nn.Module):
             "repaired": integers(rows),
             "results": integers(num_slots, RESULT_HEAD + k_max + 1),
         }
-        self._rows: list[int] = []  # what `slots` holds; all after it is padding
-        self._views: dict[int, list[Tensor]] = {}
+        self._placed = np.empty(0, np.int64)  # what `slots` holds; all after it is padding
+        self._by_slot = tuple(name for name in tensors if name not in ("slots", "results"))
+        self._views: dict[tuple[int, tuple[str, ...]], list[Tensor]] = {}
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor.fill_(EMPTY.get(name, 0)), persistent=False)
 
-    def set_rows(self, slots: list[int]) -> None:
+    def set_rows(self, slots: Sequence[int]) -> None:
         """Rows 0.. of the next steps run these slots, rows after them are padding, as is −1.
 
         Raises:
             ValueError: more rows than slots, a slot that does not exist, or one on two rows, whose writes would race.
         """
-        if slots == self._rows:
-            return
         live, last = [slot for slot in slots if slot != -1], self.num_slots - 1
         known = all(isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot <= last for slot in live)
         if not known or len(slots) > self.num_slots or len(set(live)) < len(live):
             raise ValueError(f"slots is {list(slots)}; allowed are up to {last + 1} of 0 to {last}, each once, and -1")
-        upload(self.slots, [*slots, *[-1] * (self.num_slots - len(slots))])
-        self._rows = list(slots)
+        self.place(np.array(slots, dtype=np.int64))
+
+    def place(self, slots: np.ndarray) -> None:
+        """`set_rows` for int64 slots that are known to be right; costs nothing when the array is that of the last call."""
+        if slots is not self._placed:
+            upload(self.slots if len(slots) == self.num_slots else self.slots[: len(slots)], slots)
+            if len(slots) < len(self._placed):
+                self.slots[len(slots) : len(self._placed)] = -1
+            self._placed = slots
 
     def pad_rows(self, batch: int) -> None:
         """Make padding of every row from `batch` on."""
-        if batch < len(self._rows):
-            self.set_rows(self._rows[:batch])
+        if batch < len(self._placed):
+            self.place(self._placed[:batch])
 
     def rows(self, batch: int, k: int, drafter_positions: int | None) -> StepRows:
         """The first `batch` rows as a step sees them. Traced: fixed shapes, no host read.
@@ -136,24 +149,22 @@ class DecodeState(nn.Module):
 
     def clear_slot(self, slot: int) -> None:
         """Forget the request of a slot: nothing of it may reach the next one."""
-        torch._foreach_copy_(self._cells(slot), self._cells(self.num_slots))
+        torch._foreach_copy_(self._views_of(slot, self._by_slot), self._views_of(self.num_slots, self._by_slot))
 
-    def write_slot(self, slot: int, values: dict[str, int | float]) -> None:
-        """Set what buffers of one number a slot hold for a slot, by name."""
-        cells, sources = [], []
-        for dtype in (torch.int64, torch.float32):
-            names = [name for name in values if getattr(self, name).dtype == dtype]
-            cells += [getattr(self, name)[slot] for name in names]
-            staged = torch.tensor([values[name] for name in names], dtype=dtype, pin_memory=self.slots.is_cuda)
-            sources += staged.unbind()
+    def write_slot(self, slot: int, numbers: Sequence[int], laws: Sequence[float] = ()) -> None:
+        """Set the `NUMBERS` of a slot and, where there are any, its `LAWS`."""
+        cells = self._views_of(slot, NUMBERS)
+        sources = list(upload_source(numbers, torch.int64, self.slots.is_cuda).unbind())
+        if laws:
+            cells = cells + self._views_of(slot, LAWS)
+            sources += upload_source(laws, torch.float32, self.slots.is_cuda).unbind()
         torch._foreach_copy_(cells, sources, non_blocking=True)
 
-    def _cells(self, slot: int) -> list[Tensor]:
-        """What each buffer holds for a slot, as views that are made once."""
-        if slot not in self._views:
-            by_slot = [buffer for name, buffer in self.named_buffers() if name not in ("slots", "results")]
-            self._views[slot] = [buffer[slot] for buffer in by_slot]
-        return self._views[slot]
+    def _views_of(self, slot: int, names: tuple[str, ...]) -> list[Tensor]:
+        """What some buffers hold for a slot, as views that are made once."""
+        if (slot, names) not in self._views:
+            self._views[slot, names] = [getattr(self, name)[slot] for name in names]
+        return self._views[slot, names]
 
     def _apply(self, *args, **kwargs):
         self._views.clear()  # the buffers may move

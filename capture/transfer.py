@@ -7,19 +7,23 @@ import torch
 from torch import Tensor
 
 
-def upload(target: Tensor, values: Sequence) -> None:
-    """Write host numbers into a tensor, in stream order.
-
-    On CUDA the copy starts from pinned memory and is not waited for; PyTorch's allocator of pinned memory keeps the source
-    until the copy is done.
+def upload_source(values: Sequence | np.ndarray, dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Host numbers as a host tensor that a copy to the device can start from without being waited for. PyTorch's allocator of
+    pinned memory keeps it until the copy is done.
     """
-    source = torch.tensor(values, dtype=target.dtype, pin_memory=target.is_cuda)
-    target.copy_(source, non_blocking=True)
+    if isinstance(values, np.ndarray) and not pinned:
+        return torch.from_numpy(values)
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned)
 
 
-def integers(values: Sequence, device: torch.device) -> Tensor:
+def upload(target: Tensor, values: Sequence | np.ndarray) -> None:
+    """Write host numbers into a tensor, in stream order."""
+    target.copy_(upload_source(values, target.dtype, target.is_cuda), non_blocking=True)
+
+
+def integers(values: Sequence | np.ndarray, device: torch.device) -> Tensor:
     """Host integers as an int64 tensor of the device, without waiting for it."""
-    return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return upload_source(values, torch.int64, device.type == "cuda").to(device, non_blocking=True)
 
 
 class Download:

@@ -14,6 +14,7 @@ from stepgraph.model.transformer import Transformer
 
 MODEL = "smollm2-135m"
 THEIRS, OURS = "transformers", "ours"
+ASSISTED = f"{THEIRS}-assisted"
 LLAMA_CPP, Q4_1 = "llama.cpp", "Q4_1"
 K = 3
 # Drafter and k of ours; a verification of eight rows costs little more than one of four, so a larger k may pay.
@@ -23,7 +24,7 @@ ASSISTING_LAYERS = 20
 THEIR_OPTIONS = {
     THEIRS: {},
     f"{THEIRS}-lookup": {"prompt_lookup_num_tokens": K},
-    f"{THEIRS}-assisted": {
+    ASSISTED: {
         "assistant_early_exit": ASSISTING_LAYERS, "num_assistant_tokens": K, "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     },
@@ -117,7 +118,8 @@ def providers(weights: str, batch: int, max_len: int) -> Iterator[tuple[str, int
     if not int8:
         theirs = hugging_face(loaded.model) if find_spec("transformers") else None
         for name, options in THEIR_OPTIONS.items():
-            if batch == 1 or not options:
+            # Assisting itself takes it four times as long as plain decoding: once is enough to know.
+            if not options or (batch == 1 and (name != ASSISTED or weights == "float32")):
                 k = K if options else 0
                 yield name, k, "transformers is not installed" if theirs is None else their_generate(theirs, **options)
     for drafter, k in OUR_WAYS:

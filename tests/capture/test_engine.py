@@ -6,6 +6,7 @@ import pytest
 import torch
 from worlds import ScriptedDrafter, place, run, text, tiny_model, tiny_step
 
+from stepgraph.capture.blocks import BlockTables
 from stepgraph.capture.engine import Engine
 from stepgraph.capture.graphs import StepGraphs
 from stepgraph.capture.keys import KeySet
@@ -72,7 +73,7 @@ def test_requests_that_come_and_go_get_the_text_they_get_alone(drafter):
     for request_id, (prompt, own) in order.items():
         assert outputs[request_id].token_ids == generate_alone(prompt, own, drafter="none", walk=0)
         assert outputs[request_id].finish_reason is FinishReason.LENGTH
-    assert engine.scheduler.allocator.available == engine.scheduler.allocator.capacity
+    assert engine.scheduler.blocks.available == engine.scheduler.blocks.capacity
     assert sorted(engine.scheduler.free_slots) == [0, 1, 2]
     assert engine.graphs.misses == 0
 
@@ -169,14 +170,20 @@ def test_memory_follows_the_text_over_a_random_walk_of_k(drafter):
             engine.add(prompts_of(rng, 1)[0], SamplingParams(max_new_tokens=rng.randrange(1, 30)))
         engine.step()
         scheduler = engine.scheduler
-        taken = sum(len(request.blocks) for request in scheduler.running + scheduler.prefilling)
-        assert taken + len(scheduler.allocator.free) == scheduler.allocator.capacity, step_number
+        blocks = scheduler.blocks
+        held = {request.slot: int(blocks.count[request.slot]) for request in scheduler.running + scheduler.prefilling}
+        assert sum(held.values()) + blocks.free == blocks.capacity, step_number
+        named = [block for slot, count in held.items() for block in blocks.table[slot, :count].tolist()]
+        assert len(set(named)) == len(named)
+        assert all(0 < block <= blocks.capacity for block in named)
         for request in scheduler.running:
             committed = int(engine.graphs.step.state.seq_len[request.slot])
-            allocated = len(request.blocks) * block_size
+            allocated = held[request.slot] * block_size
+            on_device = engine.graphs.step.state.block_table[request.slot, : held[request.slot]]
+            assert on_device.tolist() == blocks.table[request.slot, : held[request.slot]].tolist()
             assert committed <= allocated
             assert allocated - committed <= k_max + block_size
-            assert len(request.blocks) + request.reserved == scheduler.most_blocks(request)
+            assert blocks.most[request.slot] == scheduler.most_blocks(request)
 
 
 def test_waiting_requests_wait_for_memory_and_all_finish():
@@ -184,8 +191,7 @@ def test_waiting_requests_wait_for_memory_and_all_finish():
     step = tiny_step("ngram", num_slots=4, max_len=64, block_size=4)
     policy = WalkPolicy([2])
     engine = Engine(StepGraphs(step, policy.keys(4), mode="EAGER"), policy)
-    engine.scheduler.allocator.free = engine.scheduler.allocator.free[-10:]
-    engine.scheduler.allocator.capacity = 10
+    engine.scheduler.blocks = BlockTables(11, 4, 4, 16)
     outputs = engine.generate([[i + 1] * 8 for i in range(6)], SamplingParams(max_new_tokens=12))
     assert [len(output.token_ids) for output in outputs] == [12] * 6
     assert max(policy.batches) == 2
@@ -239,7 +245,7 @@ def test_aborted_request_keeps_its_text_and_frees_its_memory():
     assert len(output.token_ids) >= 3
     assert engine.abort(waiting).finish_reason is FinishReason.ABORTED
     assert engine.unfinished == 0
-    assert engine.scheduler.allocator.available == engine.scheduler.allocator.capacity
+    assert engine.scheduler.blocks.available == engine.scheduler.blocks.capacity
     with pytest.raises(ValueError, match="request 0 is not running"):
         engine.abort(first)
 

@@ -35,7 +35,7 @@ def tokens(count: int) -> SamplingParams:
 def assert_clean(engine: Engine) -> None:
     assert engine.unfinished == 0
     assert not engine._requests
-    assert engine.scheduler.allocator.available == engine.scheduler.allocator.capacity
+    assert engine.scheduler.blocks.available == engine.scheduler.blocks.capacity
     assert len(engine.scheduler.free_slots) == engine.graphs.step.state.num_slots
     assert len(engine.generate([[9]], tokens(2))[0].token_ids) == 2
 

@@ -55,7 +55,7 @@ def test_blocks_cover_what_is_in_flight():
         for request in engine.scheduler.running:
             flying = sum(step.k + 1 for step in engine._in_flight if request in step.rows.requests)
             length = int(engine.scheduler.ledger.length[request.slot])
-            grown.append((len(request.blocks), min(length + flying + k, request.limit - 1)))
+            grown.append((int(engine.scheduler.blocks.count[request.slot]), min(length + flying + k, request.limit - 1)))
         return replay(batch, k)
 
     engine.graphs.replay = checked
@@ -66,7 +66,7 @@ def test_blocks_cover_what_is_in_flight():
         == engine_of(0, "none", FixedPolicy(0)).generate([[1, 2, 3]], SamplingParams(max_new_tokens=33))[0].token_ids
     )
     assert sum(output.accepted_at) == sum(output.drafted_at)
-    assert engine.scheduler.allocator.available == engine.scheduler.allocator.capacity
+    assert engine.scheduler.blocks.available == engine.scheduler.blocks.capacity
 
 
 def test_no_step_is_launched_for_requests_that_are_surely_done():

@@ -6,6 +6,7 @@ and CUDA capture all see the same named node. Which implementation runs:
 | tensors | implementation |
 |---|---|
 | CPU | `numba` where the op has one and Numba is installed, else `cpu` where it has one, else the reference |
+| CPU, one that gradients are wanted of | `cpu` where the op has one, else the reference: compiled code has no gradient |
 | CUDA, no float64 among them | the Triton kernel where the op has one, else the reference |
 | CUDA, float64 | the reference: float64 is there to check with, and no kernel is written for it |
 
@@ -89,8 +90,8 @@ def implementation_on_cpu(target: object) -> Callable | None:
     return _best_on_cpu(target._schema.name.partition("::")[2])
 
 
-def _best_on_cpu(op: str) -> Callable:
-    """The fastest that there is; an op whose Numba kernel cannot be imported loses it."""
+def _best_on_cpu(op: str, learns: bool = False) -> Callable:
+    """The fastest that there is; an op whose Numba kernel cannot be imported loses it. `learns`: with a gradient."""
     known = IMPLEMENTATIONS[op]
     if isinstance(known.get("numba"), str):
         try:
@@ -99,7 +100,8 @@ def _best_on_cpu(op: str) -> Callable:
             if not isinstance(error, ModuleNotFoundError):  # installed, and at odds with something else
                 warnings.warn(f"{op} runs without Numba: {error}", stacklevel=3)
             del known["numba"]
-    return implementation(op, next(which for which in ("numba", "cpu", "reference") if which in known))
+    ways = ("cpu", "reference") if learns else ("numba", "cpu", "reference")
+    return implementation(op, next(which for which in ways if which in known))
 
 
 def use_triton_on_cpu(*, except_for: Iterable[str] = ()):
@@ -153,7 +155,7 @@ def register(
 
     def on_cpu(*args, **kwargs):
         which = requested()
-        function = _best_on_cpu(name) if which is None else implementation(name, which)
+        function = _best_on_cpu(name, _learns(args, kwargs)) if which is None else implementation(name, which)
         return function(*args, **kwargs)
 
     def on_cuda(*args, **kwargs):
@@ -169,6 +171,12 @@ def register(
     LIBRARY.impl(name, checked(on_cuda), "CUDA")
     torch.library.register_fake(f"stepgraph::{name}", checked(fake), lib=LIBRARY)
     return getattr(torch.ops.stepgraph, name).default
+
+
+def _learns(args: tuple, kwargs: dict) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
 
 
 def _any_float64(values: Iterable) -> bool:

@@ -2,10 +2,17 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+
+from stepgraph.kernels.activation import silu_mul
+from stepgraph.kernels.attention import uniform_decode_attention
+from stepgraph.kernels.norm import add_rms_norm, rms_norm
+from stepgraph.kernels.registry import use_implementation
+from stepgraph.kernels.rope_kv import rope_kv_write
 
 support = pytest.importorskip("stepgraph.kernels.numba_support", reason="Numba is not installed")
 
@@ -47,6 +54,42 @@ def test_bfloat16_is_rounded_as_torch_rounds_it():
     _round_trip(x, out, support.ELEMENTS[torch.bfloat16])
     expected = torch.from_numpy(x).bfloat16().float().numpy()
     np.testing.assert_array_equal(out, expected)
+
+
+def _attend(q):
+    cache = torch.linspace(-1, 1, 48).view(3, 4, 1, 4)
+    return uniform_decode_attention(q.view(1, 2, 2, 4), cache, cache, torch.tensor([[1, 2]]), torch.tensor([6]), 0.5, 0, 0.0)
+
+
+def _rotate(qkv):
+    caches, rope = [torch.zeros(3, 4, 1, 4) for _ in range(2)], torch.linspace(-1, 1, 36).view(9, 4)
+    where = torch.tensor([[3, 4]])
+    return rope_kv_write(qkv.view(1, 2, 16), where, rope, where, *caches, None, None, 2, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:stepgraph.* an autograd kernel")
+@pytest.mark.parametrize(
+    ("op", "size"),
+    [
+        (silu_mul, 16),
+        (lambda x: rms_norm(x, torch.ones(16), 1e-5), 16),
+        (lambda x: add_rms_norm(x, x, torch.ones(16), 1e-5)[0], 16),
+        (_attend, 16),
+        (_rotate, 32),
+    ],
+    ids=["silu_mul", "rms_norm", "add_rms_norm", "attention", "rope_kv_write"],
+)
+def test_gradients_reach_the_inputs(op, size):
+    """Compiled code has none: PyTorch's operators stand in."""
+    given = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for which in (None, "reference"):
+        x = given.clone().requires_grad_()
+        with use_implementation(which) if which else nullcontext():
+            op(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert gradients[0] is not None
+    torch.testing.assert_close(*gradients)
 
 
 def test_ops_run_without_numba():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.checks import check_tensor
-from stepgraph.kernels.linear_int8 import check_linear_int8, linear_int8_reference, pack_int8, packed_int8_product
+from stepgraph.kernels.linear_int8 import linear_int8_reference, pack_int8, packed_int8_product
 from stepgraph.kernels.registry import implementation, register
 
 TILE = 8  # rows of a packed product on the CPU; oneDNN takes as long for one row
@@ -20,14 +20,14 @@ TILE = 8  # rows of a packed product on the CPU; oneDNN takes as long for one ro
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool = True, scale: Tensor | None = None) -> None:
     """Raise a ValueError where `linear` has no meaning."""
-    if scale is not None:
-        return check_linear_int8(x, weight, bias, scale)
     check_tensor("linear", "x", x, (..., None))
-    check_tensor("linear", "weight", weight, (None, x.shape[-1]), x.dtype)
+    check_tensor("linear", "weight", weight, (None, x.shape[-1]), x.dtype if scale is None else torch.int8)
     if weight.shape[1] == 0:
         raise ValueError(f"linear: weight is {list(weight.shape)}; allowed is [N, K] with K ≥ 1")
     if bias is not None:
         check_tensor("linear", "bias", bias, (weight.shape[0],), x.dtype)
+    if scale is not None:
+        check_tensor("linear", "scale", scale, (weight.shape[0],), torch.float32)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, scale: Tensor | None = None) -> Tensor:

@@ -10,19 +10,8 @@ a row's bits do not depend on the rows beside it, nor on who sums them.
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.checks import check_tensor
-
 LEVELS = 127.0
 OFFSET = 128  # oneDNN's fast products want activations without a sign
-
-
-def check_linear_int8(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor) -> None:
-    """Raise a ValueError where a product with int8 weights has no meaning."""
-    check_tensor("linear", "x", x, (..., None))
-    check_tensor("linear", "weight", weight, (None, x.shape[-1]), torch.int8)
-    check_tensor("linear", "scale", scale, (weight.shape[0],), torch.float32)
-    if bias is not None:
-        check_tensor("linear", "bias", bias, (weight.shape[0],), x.dtype)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,14 +58,15 @@ def pack_int8(weight: Tensor) -> Tensor | None:
     # Without VNNI oneDNN adds pairs of products in 16 bits, which overflow.
     if not torch.cpu._is_vnni_supported():
         return None
-    return torch.ops.onednn.qlinear_prepack(weight, None)
+    # It reads values side by side, whatever the strides say.
+    return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
 
 
 def packed_int8_sums(shifted: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """uint8 `shifted [M, K]`, activations + `OFFSET`, times a packed weight and its `scale [N]` -> float32 `[M, N]`."""
     zeros = torch.zeros(scale.shape, dtype=torch.int64)
     return torch.ops.onednn.qlinear_pointwise(
-        shifted, 1.0, OFFSET, packed, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        shifted, 1.0, OFFSET, packed, scale.contiguous(), zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
 
 

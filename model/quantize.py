@@ -14,15 +14,15 @@ HELP = "int8: round what the models multiply with to 8 bits (CPU); other text th
 @torch.no_grad()
 def quantize_int8(model: nn.Module) -> None:
     """Replace the matrices of a `Transformer` or an `Eagle3Head` by int8 ones and set their scales; embeddings, norms and
-    biases stay. Products then round activations to int8 too (`stepgraph.kernels.linear_int8`). An output matrix that was the
-    embeddings becomes one of its own.
+    biases stay, and what is int8 already. Products then round activations to int8 too (`stepgraph.kernels.linear_int8`). An
+    output matrix that was the embeddings becomes one of its own.
 
     Raises:
         ValueError: a weight is not finite.
     """
     if model.lm_head is None:
         model.lm_head = nn.Parameter(model.embed.detach(), requires_grad=False)
-    chosen = {id(weight) for weight in multiplied(model)}
+    chosen = {id(weight) for weight in multiplied(model) if weight.dtype != torch.int8}
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             if id(weight) in chosen:

@@ -80,6 +80,22 @@ def test_a_row_that_is_not_finite_stays_alone(bad, packed):
     assert torch.equal(out[[0, 2]], clean[[0, 2]])
 
 
+def test_weights_and_scales_may_have_gaps():
+    weight, scale = quantize_weight(normal(16, 64, seed=0))
+    x, bias = normal(3, 64, seed=1), normal(16, seed=2)
+    expected = linear_reference(x, weight, bias, False, scale)
+    scale, bias = (torch.stack([each, torch.full_like(each, 99.0)], 1)[:, 0] for each in (scale, bias))
+    for given in (weight, weight.t().contiguous().t(), torch.cat([weight, weight], 1)[:, :64]):
+        pack(given)
+        for function in (linear, linear_cpu):
+            assert torch.equal(function(x, given, bias, False, scale), expected)
+
+
+def test_a_weight_without_inputs_is_refused():
+    with pytest.raises(ValueError, match=r"linear: weight is \[3, 0\]; allowed is \[N, K\] with K ≥ 1"):
+        linear(torch.ones(2, 0), torch.ones(3, 0, dtype=torch.int8), None, False, torch.ones(3))
+
+
 def test_no_rows():
     weight, scale = quantize_weight(normal(6, 10, seed=0))
     pack(weight)

@@ -33,3 +33,12 @@ def test_logits_stay_close():
     exact = plain.logits(hidden)
     error = (model.logits(hidden) - exact).norm() / exact.norm()
     assert 0 < error < 0.02
+
+
+def test_a_second_time_changes_nothing():
+    model = load_model("random:tiny-llama").model
+    quantize_int8(model)
+    hidden = torch.randn(4, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    once = model.logits(hidden)
+    quantize_int8(model)
+    assert torch.equal(model.logits(hidden), once)

@@ -46,13 +46,13 @@ def _attention(
     q_at, k_at, v_at, table_at, lengths_at, out_at, rows, query_len, heads, kv_heads, head_dim, block_size, k_stride, v_stride,
     table_blocks, num_blocks, scale, window, softcap, element,
 ):  # fmt: skip
-    """Returns the least and the largest block of the table; does no more where the cache does not have them. Strides are of
-    blocks, in bytes.
+    """Returns the least and the largest block of the table, which is not empty; does no more where the cache does not have
+    them. Strides are of blocks, in bytes.
     """
     q = array_at(q_at, (rows, query_len, heads, head_dim), element)
     out = array_at(out_at, (rows, query_len, heads, head_dim), element)
     table, lengths = array_at(table_at, (rows, table_blocks), INT64), array_at(lengths_at, (rows,), INT64)
-    least, largest = np.int64(num_blocks - 1), np.int64(0)
+    least, largest = table[0, 0], table[0, 0]
     for row in range(rows):
         for block in range(table_blocks):
             least, largest = min(least, table[row, block]), max(largest, table[row, block])
@@ -112,6 +112,8 @@ def uniform_decode_attention_numba(
             q, k_cache, v_cache, block_table, seq_lens, scale, window, softcap, kv_scales, work, scratch
         )
     out, (_, block_size, kv_heads, _) = torch.empty_like(q, memory_format=torch.contiguous_format), k_cache.shape
+    if not block_table.numel():
+        return out.zero_()
     # Blocks may lie apart; a block may not.
     k_cache, v_cache = (cache if cache[:1].is_contiguous() else cache.contiguous() for cache in (k_cache, v_cache))
     # Held until the call is over: an address keeps nothing alive.
@@ -121,6 +123,5 @@ def uniform_decode_attention_numba(
         k_cache.stride(0) * k_cache.itemsize, v_cache.stride(0) * v_cache.itemsize, block_table.shape[1], len(k_cache),
         np.float32(scale), window, np.float32(softcap), element,
     )  # fmt: skip
-    if block_table.numel():
-        require_blocks(least, largest, len(k_cache))
+    require_blocks(least, largest, len(k_cache))
     return out

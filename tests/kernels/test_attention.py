@@ -307,6 +307,14 @@ def test_fp8_cache_against_float64(name, dtype, query_len, window):
     assert ((out.double() - expected).abs() <= allowed).all()
 
 
+@each
+def test_without_blocks_nothing_is_seen(name):
+    inputs = world([3, 2], 2, dtype=torch.float32)
+    empty = {"k_cache": inputs["k_cache"][:0], "v_cache": inputs["v_cache"][:0], "block_table": inputs["block_table"][:, :0]}
+    torch.full_like(inputs["q"], NAN)  # its memory is given out next
+    assert not call(IMPLEMENTATIONS[name], inputs, **empty).any()
+
+
 @pytest.mark.parametrize("block", [-1, 19, 2**40])
 def test_a_block_that_the_cache_does_not_have_is_named(block):
     """−1 would read the last block, which is another request's."""

@@ -8,19 +8,21 @@ from functools import partial
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numba.np.arrayobj import carray
 from torch import Tensor
 
+from stepgraph.kernels.jit import jit
+
 # NumPy has no bfloat16: its bits stand for it. A kernel gets one of these values, whose type says what its addresses point to.
 ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 
 # Sums may be reordered, which lets them run side by side. NaN and infinity keep their meaning.
-kernel = partial(njit, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+kernel = partial(jit, fastmath={"reassoc", "contract", "nsz"})
 # As written. Without the word, a function takes over the flags of the first kernel that calls it.
-exact = partial(njit, cache=True, error_model="numpy", fastmath=False)
+exact = partial(jit, fastmath=False)
 
 
 def as_index(tensor: Tensor) -> Tensor:

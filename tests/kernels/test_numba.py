@@ -130,3 +130,22 @@ assert [str(each.message) for each in said] == ["rms_norm runs without Numba: Nu
 """
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_where_no_folder_can_be_written_code_is_compiled_and_not_kept():
+    """A read-only image without a home."""
+    code = """
+from numba.core import caching
+def refuse(self):
+    raise OSError("read-only file system")
+for name in dir(caching):
+    if name.endswith("Locator"):
+        getattr(caching, name).ensure_cache_path = refuse
+import torch
+from stepgraph.kernels.jit import compiled
+from stepgraph.kernels.norm import rms_norm
+assert compiled(lambda x: x + 1)(1) == 2
+assert rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).eq(1).all()
+"""
+    ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr

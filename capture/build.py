@@ -103,7 +103,7 @@ class EngineOptions:
         if (self.device or "").startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r}; this machine or this build of torch has no CUDA")
         if self.dtype == AUTO:
-            object.__setattr__(self, "dtype", _fast_dtype(self.device))
+            object.__setattr__(self, "dtype", _fast_dtype(_device(self)))
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}, and {AUTO}")
         if self.weights is not None:
@@ -128,9 +128,16 @@ class EngineOptions:
         return make_policy(k, self.schedule)
 
 
-def _fast_dtype(device: str | None) -> str:
-    on_cuda = torch.cuda.is_available() if device is None else device != "cpu"
-    fast = on_cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def _device(options: EngineOptions) -> str:
+    on_cuda = torch.cuda.is_available() and options.weights is None
+    return options.device or ("cuda" if on_cuda else "cpu")
+
+
+def _fast_dtype(device: str) -> str:
+    if device == "cpu":
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    else:
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if fast else "float32"
 
 
@@ -144,8 +151,12 @@ class BuiltEngine(NamedTuple):
 
 def load_target(options: EngineOptions) -> LoadedModel:
     """The model of the options, in their dtype and on their device."""
-    device = options.device or ("cuda" if torch.cuda.is_available() and options.weights is None else "cpu")
-    loaded = load_model(options.model, dtype=DTYPES[options.dtype], device=device, invariant_linear=options.invariant_linear)
+    loaded = load_model(
+        options.model,
+        dtype=DTYPES[options.dtype],
+        device=_device(options),
+        invariant_linear=options.invariant_linear,
+    )
     if options.weights == INT8:
         quantize_int8(loaded.model)
     return loaded

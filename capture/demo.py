@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         records = [record for record in records if record.id in CHOSEN]
     plain_options = EngineOptions(model=args.model, drafter="none", k=0, dtype=args.dtype, max_batch=1)
     # In float32 products of one row and of several agree on all texts tried; in bfloat16 they have to be made to.
-    plain_options = replace(plain_options, invariant_linear=plain_options.dtype == "bfloat16")
+    plain_options = replace(plain_options, invariant_linear=plain_options.dtype in ("bfloat16", "float16"))
     speculative_options = replace(plain_options, drafter=args.drafter, k=args.k)
     params, drafter = SamplingParams(max_new_tokens=args.max_new_tokens), speculative_options.drafter
 

@@ -1,6 +1,7 @@
 """Loops that Numba compiles where it is installed."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 
 def jit(function: Callable, **options) -> Callable:
@@ -8,9 +9,19 @@ def jit(function: Callable, **options) -> Callable:
     from numba import njit
 
     try:
-        return njit(cache=True, error_model="numpy", **options)(function)
+        dispatcher = njit(cache=True, error_model="numpy", **options)(function)
     except RuntimeError:  # a read-only installation and no home
         return njit(error_model="numpy", **options)(function)
+    # Numba compiles anew when the function's own file has changed; what it calls and takes constants from lies in others.
+    kept = dispatcher._cache._cache_file
+    kept._source_stamp = (kept._source_stamp, sources_stamp(Path(__file__).parent))
+    return dispatcher
+
+
+def sources_stamp(folder: Path) -> int:
+    """A number that changes when a source in `folder` or below does."""
+    files = [(str(path), path.stat()) for path in sorted(folder.rglob("*.py"))]
+    return hash(tuple((len(name), state.st_mtime_ns, state.st_size) for name, state in files))
 
 
 def compiled(function: Callable) -> Callable:

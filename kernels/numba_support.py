@@ -1,7 +1,7 @@
 """What the CPU kernels written with Numba share: tensors by address, bfloat16, and an exponential that vectorises.
 
 Numba compiles a loop over numbers as it stands, so that an op that is a dozen PyTorch operators is one call. The compiled code
-is kept beside the sources; Numba compiles anew when a kernel's own file changes, but not when this one does (`make clean`).
+is kept (`stepgraph.kernels.jit`).
 """
 
 from functools import partial
@@ -18,6 +18,7 @@ from stepgraph.kernels.jit import jit
 
 # NumPy has no bfloat16: its bits stand for it. A kernel gets one of these values, whose type says what its addresses point to.
 ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+INT64 = np.int64(0)  # the same for indices
 
 # Sums may be reordered, which lets them run side by side. NaN and infinity keep their meaning.
 kernel = partial(jit, fastmath={"reassoc", "contract", "nsz"})

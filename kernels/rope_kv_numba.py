@@ -5,10 +5,8 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.norm_numba import norm_row
-from stepgraph.kernels.numba_support import ELEMENTS, array_at, as_index, exact, narrow, wide
+from stepgraph.kernels.numba_support import ELEMENTS, INT64, array_at, as_index, exact, narrow, wide
 from stepgraph.kernels.rope_kv import require_slots, rope_kv_write_cpu
-
-INT64 = np.int64(0)
 
 
 @exact

@@ -23,12 +23,17 @@ def quantize_int8(model: nn.Module) -> None:
     if model.lm_head is None:
         model.lm_head = nn.Parameter(model.embed.detach(), requires_grad=False)
     chosen = {id(weight) for weight in multiplied(model) if weight.dtype != torch.int8}
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            if id(weight) in chosen:
-                rounded, scale = quantize_weight(weight)
-                setattr(module, name, nn.Parameter(rounded, requires_grad=False))
-                setattr(module, name.removesuffix("_weight") + "_scale", scale)
+    places = [
+        (module, name, weight)
+        for module in model.modules()
+        for name, weight in module.named_parameters(recurse=False)
+        if id(weight) in chosen
+    ]
+    # All are rounded before one is replaced, so that a bad weight leaves the model as it was.
+    rounded = [quantize_weight(weight) for _, _, weight in places]
+    for (module, name, _), (weight, scale) in zip(places, rounded, strict=True):
+        setattr(module, name, nn.Parameter(weight, requires_grad=False))
+        setattr(module, name.removesuffix("_weight") + "_scale", scale)
 
 
 def is_int8(model: nn.Module) -> bool:

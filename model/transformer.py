@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from stepgraph.kernels.activation import silu_mul
 from stepgraph.kernels.attention import build_attention_work, uniform_decode_attention
+from stepgraph.kernels.attention.cpu import MAX_ROWWISE_QUERY
 from stepgraph.kernels.linear import linear, pack
 from stepgraph.kernels.norm import add_rms_norm, rms_norm
 from stepgraph.kernels.rope_kv import rope_kv_write
@@ -14,8 +15,6 @@ from stepgraph.model.config import ModelConfig
 from stepgraph.model.kv_cache import PagedKV
 from stepgraph.model.rope import rope_table
 from stepgraph.model.rows import QueryRows
-
-MAX_DECODE_QUERY = 32  # as of `stepgraph.kernels.attention.cpu.MAX_ROWWISE_QUERY`, for the same reason
 
 
 class DecoderLayer(nn.Module):
@@ -126,7 +125,7 @@ class Transformer(nn.Module):
         device: where they live.
         max_positions: rows of the RoPE table, hence the largest position + 1; default the checkpoint's own maximum.
         invariant_linear: run matrix products so that a row's bits do not depend on how many rows there are; longer queries than
-            `MAX_DECODE_QUERY` are left out. They are chunks of a prompt, which come alone and alike whatever k is.
+            `MAX_ROWWISE_QUERY` are left out. They are chunks of a prompt, which come alone and alike whatever k is.
     """
 
     def __init__(
@@ -185,7 +184,7 @@ class Transformer(nn.Module):
         `[B, Q, hidden * len(feature_layers)]`, or None where none are asked for. Layer `num_layers` is what leaves the last.
         """
         x, residual = nn.functional.embedding(tokens.clamp(min=0), self.embed), None
-        layers, invariant = self.layers[:num_layers], self.invariant_linear and tokens.shape[1] <= MAX_DECODE_QUERY
+        layers, invariant = self.layers[:num_layers], self.invariant_linear and tokens.shape[1] <= MAX_ROWWISE_QUERY
         table_tokens, pool_tokens = rows.block_table.shape[1] * kv.block_size, kv.num_blocks * kv.block_size
         # Which keys there are is the same for all layers of one window.
         work = {

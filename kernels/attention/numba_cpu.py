@@ -5,9 +5,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.attention.cpu import MAX_ROWWISE_QUERY, require_blocks, uniform_decode_attention_cpu
-from stepgraph.kernels.numba_support import ELEMENTS, array_at, as_index, exponential, kernel, narrow, wide
-
-INT64 = np.int64(0)
+from stepgraph.kernels.numba_support import ELEMENTS, INT64, array_at, as_index, exponential, kernel, narrow, wide
 
 
 @kernel

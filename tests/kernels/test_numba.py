@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from stepgraph.kernels import jit
 from stepgraph.kernels.activation import silu_mul
 from stepgraph.kernels.attention import uniform_decode_attention
 from stepgraph.kernels.norm import add_rms_norm, rms_norm
@@ -149,3 +151,16 @@ assert rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).eq(1).all()
 """
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_kept_code_is_of_the_sources_as_they_are(tmp_path):
+    """Also of those that a kernel only calls into: Numba itself looks at the kernel's own file alone."""
+    (tmp_path / "below").mkdir()
+    for name in ("a.py", "below/b.py"):
+        (tmp_path / name).write_text("x = 1\n")
+    first = jit.sources_stamp(tmp_path)
+    assert jit.sources_stamp(tmp_path) == first
+    (tmp_path / "below/b.py").write_text("x = 22\n")
+    assert jit.sources_stamp(tmp_path) != first
+    here = jit.sources_stamp(Path(jit.__file__).parent)
+    assert support.exponential._cache._cache_file._source_stamp[1] == here

@@ -203,9 +203,11 @@ class Request:
             ttft_ms = (progress.first_token_s - self.arrived_s) * 1e3
             if len(progress.token_ids) > 1:
                 tpot_ms = (progress.last_token_s - progress.first_token_s) * 1e3 / (len(progress.token_ids) - 1)
+        # An interrupt may come between a step's log-probabilities and its tokens.
+        logprobs = self.logprobs[: len(progress.token_ids)] if self.params.logprobs else None
         return RequestOutput(
             self.id, self.prompt, self.prompt_ids, progress.token_ids, self.text, reason, progress.steps, progress.drafted_at,
-            progress.accepted_at, ttft_ms, tpot_ms, list(self.logprobs) if self.params.logprobs else None, progress.repaired,
+            progress.accepted_at, ttft_ms, tpot_ms, logprobs, progress.repaired,
         )  # fmt: skip
 
 

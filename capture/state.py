@@ -166,6 +166,11 @@ class DecodeState(nn.Module):
             self._views[slot, names] = [getattr(self, name)[slot] for name in names]
         return self._views[slot, names]
 
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, Tensor):
+            self._views.clear()  # a buffer is another one now
+
     def _apply(self, *args, **kwargs):
         self._views.clear()  # the buffers may move
         return super()._apply(*args, **kwargs)

@@ -78,7 +78,7 @@ def test_json_document_holds_what_was_generated(embedded, tmp_path, capsys):
     status = main(["generate", "Name a fruit.", "--max-new-tokens", "6", "--max-batch", "1", "--json", str(target)])
     document = json.loads(target.read_text())
     assert status == 0
-    assert set(document) == {"model", "drafter", "verify", "mode", "device", "dtype", "requests", "stats"}
+    assert set(document) == {"model", "drafter", "verify", "mode", "device", "dtype", "weights", "requests", "stats"}
     (request,) = document["requests"]
     assert request["prompt"] == "Name a fruit."
     assert request["text"] == embedded.tokenizer.decode(request["token_ids"])

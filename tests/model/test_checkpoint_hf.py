@@ -67,7 +67,7 @@ def test_window_case_has_power(tiny_checkpoint):
     windowed = load_model(tiny_checkpoint("qwen2", **WINDOW, max_window_layers=1), dtype=torch.float64).model
     assert all(torch.equal(a, b) for a, b in zip(full.parameters(), windowed.parameters(), strict=True))
     difference = (our_logits(full, TOKENS) - our_logits(windowed, TOKENS)).abs().amax(-1)
-    assert (difference[:5] == 0).all()
+    assert (difference[:5] < 1e-12).all()  # what sees all keys alike; a window takes another way through the CPU's products
     assert (difference[5:] > 1e-3).all()
 
 

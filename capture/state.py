@@ -107,7 +107,7 @@ class DecodeState(nn.Module):
     def place(self, slots: np.ndarray) -> None:
         """`set_rows` for int64 slots that are known to be right; costs nothing when the array is that of the last call."""
         if slots is not self._placed:
-            upload(self.slots if len(slots) == self.num_slots else self.slots[: len(slots)], slots)
+            upload(self.slots[: len(slots)], slots)
             if len(slots) < len(self._placed):
                 self.slots[len(slots) : len(self._placed)] = -1
             self._placed = slots

@@ -1,6 +1,7 @@
 """Loops that Numba compiles where it is installed."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 
@@ -14,8 +15,14 @@ def jit(function: Callable, **options) -> Callable:
         return njit(error_model="numpy", **options)(function)
     # Numba compiles anew when the function's own file has changed; what it calls and takes constants from lies in others.
     kept = dispatcher._cache._cache_file
-    kept._source_stamp = (kept._source_stamp, sources_stamp(Path(__file__).parent))
+    kept._source_stamp = (kept._source_stamp, _stamp_of_kernels())
     return dispatcher
+
+
+@cache
+def _stamp_of_kernels() -> int:
+    """Once in a process: every compiled function asks for it, at its import."""
+    return sources_stamp(Path(__file__).parent)
 
 
 def sources_stamp(folder: Path) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepgraph.kernels.checks import check_tensor
 from stepgraph.kernels.linear_int8 import linear_int8_reference, pack_int8, packed_int8_product
-from stepgraph.kernels.registry import implementation, register
+from stepgraph.kernels.registry import implementation, learns, register
 
 TILE = 8  # rows of a packed product on the CPU; oneDNN takes as long for one row
 
@@ -116,8 +116,7 @@ def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, 
         fast = packed is not None and len(rows)
         return packed_int8_product(x, packed, bias, scale) if fast else linear_int8_reference(x, weight, bias, scale)
     # oneDNN's product has no gradient, and reads a bias as if its values were side by side.
-    learns = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias))
-    if packed is not None and len(rows) and not learns:
+    if packed is not None and len(rows) and not learns(x, weight, bias):
         out = packed_product(rows.contiguous(), packed, None if bias is None else bias.contiguous(), invariant)
         return out.view(*x.shape[:-1], weight.shape[0])
     if invariant or x.dtype != torch.float32 or len(rows) < 2:

@@ -6,18 +6,16 @@ from torch import Tensor
 
 from stepgraph.kernels.linear import linear_cpu, packed_form
 from stepgraph.kernels.linear_int8 import LEVELS, OFFSET, packed_int8_sums
-from stepgraph.kernels.numba_support import ELEMENTS, array_at, exact, narrow, wide
+from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, TO_INTEGER, array_at, exact, narrow, wide
 
 TINY = np.finfo(np.float32).tiny
-FLOAT = np.float32(0)
 
 
 @exact
 def _quantize(x_at, out_at, scale_at, rows, size, element):
     """`quantize_rows`, bit for bit, and the offset added."""
     x, out = array_at(x_at, (rows, size), element), array_at(out_at, (rows, size), np.uint8(0))
-    scale = array_at(scale_at, (rows,), FLOAT)
-    to_integer = np.float32(12582912.0)  # 1.5 · 2²³: a sum with it has no fraction
+    scale = array_at(scale_at, (rows,), FLOAT32)
     for row in range(rows):
         # Without their sign, numbers have the order of their bits; NaN comes last. A maximum of integers vectorises.
         bits = np.uint32(0)
@@ -26,7 +24,7 @@ def _quantize(x_at, out_at, scale_at, rows, size, element):
         largest = np.uint32(bits).view(np.float32)
         factor = np.float32(LEVELS) / max(largest, np.float32(TINY))
         for i in range(size):
-            step = np.float32(np.float32(wide(x[row, i]) * factor) + to_integer) - to_integer
+            step = np.float32(np.float32(wide(x[row, i]) * factor) + TO_INTEGER) - TO_INTEGER
             out[row, i] = np.uint8(np.int32(step if abs(step) <= np.float32(LEVELS) else np.float32(0)) + OFFSET)
         scale[row] = np.float32(largest / np.float32(LEVELS))
 
@@ -34,8 +32,8 @@ def _quantize(x_at, out_at, scale_at, rows, size, element):
 @exact
 def _rescale(sums_at, scale_at, bias_at, out_at, rows, size, element):
     """`rescale`, bit for bit; a bias at address 0 is none."""
-    sums, out = array_at(sums_at, (rows, size), FLOAT), array_at(out_at, (rows, size), element)
-    scale = array_at(scale_at, (rows,), FLOAT)
+    sums, out = array_at(sums_at, (rows, size), FLOAT32), array_at(out_at, (rows, size), element)
+    scale = array_at(scale_at, (rows,), FLOAT32)
     for row in range(rows):
         if bias_at == 0:
             for i in range(size):

@@ -18,7 +18,9 @@ from stepgraph.kernels.jit import jit
 
 # NumPy has no bfloat16: its bits stand for it. A kernel gets one of these values, whose type says what its addresses point to.
 ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-INT64 = np.int64(0)  # the same for indices
+INT64, FLOAT32 = np.int64(0), np.float32(0)  # the same for indices, and for what is float32 whatever the dtype
+# 1.5 · 2²³: the sum of a float32 and this is rounded to an integer, ties to even, which its low bits hold.
+TO_INTEGER = np.float32(12582912.0)
 
 # Sums may be reordered, which lets them run side by side. NaN and infinity keep their meaning.
 kernel = partial(jit, fastmath={"reassoc", "contract", "nsz"})
@@ -84,13 +86,11 @@ def _narrow(value, like):
 def exponential(x):
     """exp of a float32 up to 88, to 2 ulp; 0 below −87.3. NaN stays NaN.
 
-    2^n · e^r with n = round(x / ln 2), and Cephes' polynomial for e^r (S. Moshier, `expf`). Adding 1.5 · 2²³ rounds to an
-    integer and leaves it in the low bits of the sum.
+    2^n · e^r with n = round(x / ln 2), and Cephes' polynomial for e^r (S. Moshier, `expf`).
     """
-    magic = np.float32(12582912.0)
     x = np.float32(x)
-    shifted = np.float32(x * np.float32(1.44269504088896341) + magic)
-    n = shifted - magic
+    shifted = np.float32(x * np.float32(1.44269504088896341) + TO_INTEGER)
+    n = shifted - TO_INTEGER
     r = x - n * np.float32(0.693359375) - n * np.float32(-2.12194440e-4)
     p = np.float32(1.9875691500e-4)
     p = p * r + np.float32(1.3981999507e-3)

@@ -90,8 +90,8 @@ def implementation_on_cpu(target: object) -> Callable | None:
     return _best_on_cpu(target._schema.name.partition("::")[2])
 
 
-def _best_on_cpu(op: str, learns: bool = False) -> Callable:
-    """The fastest that there is; an op whose Numba kernel cannot be imported loses it. `learns`: with a gradient."""
+def _best_on_cpu(op: str, with_gradient: bool = False) -> Callable:
+    """The fastest that there is; an op whose Numba kernel cannot be imported loses it."""
     known = IMPLEMENTATIONS[op]
     if isinstance(known.get("numba"), str):
         try:
@@ -100,7 +100,7 @@ def _best_on_cpu(op: str, learns: bool = False) -> Callable:
             if not isinstance(error, ModuleNotFoundError):  # installed, and at odds with something else
                 warnings.warn(f"{op} runs without Numba: {error}", stacklevel=3)
             del known["numba"]
-    ways = ("cpu", "reference") if learns else ("numba", "cpu", "reference")
+    ways = ("cpu", "reference") if with_gradient else ("numba", "cpu", "reference")
     return implementation(op, next(which for which in ways if which in known))
 
 
@@ -155,7 +155,7 @@ def register(
 
     def on_cpu(*args, **kwargs):
         which = requested()
-        function = _best_on_cpu(name, _learns(args, kwargs)) if which is None else implementation(name, which)
+        function = _best_on_cpu(name, learns(*args, *kwargs.values())) if which is None else implementation(name, which)
         return function(*args, **kwargs)
 
     def on_cuda(*args, **kwargs):
@@ -173,10 +173,9 @@ def register(
     return getattr(torch.ops.stepgraph, name).default
 
 
-def _learns(args: tuple, kwargs: dict) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
+def learns(*values: object) -> bool:
+    """Whether a gradient is wanted of a tensor among an op's arguments."""
+    return torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _any_float64(values: Iterable) -> bool:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.norm_numba import norm_row
-from stepgraph.kernels.numba_support import ELEMENTS, INT64, array_at, as_index, exact, narrow, wide
+from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, INT64, array_at, as_index, exact, narrow, wide
 from stepgraph.kernels.rope_kv import require_slots, rope_kv_write_cpu
 
 
@@ -32,7 +32,7 @@ def _rope_kv_write(
     qkv = array_at(qkv_at, (rows, heads + 2 * kv_heads, head_dim), element)
     keys = array_at(k_at, (num_slots, kv_heads, head_dim), element)
     values = array_at(v_at, (num_slots, kv_heads, head_dim), element)
-    rope = array_at(rope_at, (num_positions, head_dim), np.float32(0))
+    rope = array_at(rope_at, (num_positions, head_dim), FLOAT32)
     out = array_at(out_at, (rows, heads, head_dim), element)
     normed = np.empty(head_dim, qkv.dtype)
     for row in range(rows):

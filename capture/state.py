@@ -110,7 +110,7 @@ class DecodeState(nn.Module):
             upload(self.slots[: len(slots)], slots)
             if len(slots) < len(self._placed):
                 self.slots[len(slots) : len(self._placed)] = -1
-            self._placed = slots
+            object.__setattr__(self, "_placed", slots)  # a module's own way looks through parameters and buffers first
 
     def pad_rows(self, batch: int) -> None:
         """Make padding of every row from `batch` on."""

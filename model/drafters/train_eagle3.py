@@ -24,9 +24,10 @@ from stepgraph.model.drafters.training.card import CARD, card
 from stepgraph.model.drafters.training.corpus import Corpus
 from stepgraph.model.drafters.training.generate import write_texts
 from stepgraph.model.drafters.training.prompts import encode, prompt_stream
-from stepgraph.model.drafters.training.start import copy_in_float32, new_head
+from stepgraph.model.drafters.training.start import copy_in_float32, new_head, widened
 from stepgraph.model.drafters.training.trainer import Trainer, TrainOptions
 
+DRAFT_VOCAB = 8192
 MODULE = "python -m stepgraph.model.drafters.train_eagle3"
 
 
@@ -44,14 +45,24 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rows", type=int, default=128, help="texts written at the same time")
     add("--shard-texts", type=int, default=512, help="texts in a file")
     add("--max-len", type=int, default=256, help="most tokens of a text, prompt included")
-    add("--draft-vocab", type=int, default=8192, help="tokens the head can propose: those the target writes most")
+    add("--draft-vocab", type=int, help="tokens the head can propose: those the target writes most (default 8192)")
     add("--passes", type=int, default=3, help="unrolled steps of the training-time test")
     add("--batch-tokens", type=int, default=4096)
     add("--lr", type=float, default=1e-3)
     add("--kv-heads", type=int, help="KV heads of the head (default: the target's)")
     add("--inner", type=int, help="MLP width of the head (default: the target's)")
-    add("--frozen-head", action=argparse.BooleanOptionalAction, default=True, help="keep the target's output rows")
-    add("--start-from", type=Path, metavar="HEAD", help="go on from this head, with its sizes and draft vocabulary")
+    add(
+        "--frozen-head",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="leave the output rows as they are; those of a new head are the target's",
+    )
+    add(
+        "--start-from",
+        type=Path,
+        metavar="HEAD",
+        help="go on from this head, with its sizes and draft vocabulary (widened by --draft-vocab)",
+    )
     add("--warm-start", action=argparse.BooleanOptionalAction, default=True, help="start from the target's last layer")
     add(
         "--store-hidden",
@@ -121,14 +132,21 @@ def train(args: argparse.Namespace) -> dict:
     state, vocab = args.out / "state.pt", target.config.vocab_size
     # Before the texts are written: a head that does not fit should not be found out half an hour later.
     head = None if args.start_from is None else copy_in_float32(load_eagle3(args.start_from, target))
+    if head is not None and args.draft_vocab is not None and args.draft_vocab < head.eagle.draft_vocab_size:
+        raise ValueError(
+            f"--draft-vocab is {args.draft_vocab}; allowed with --start-from is {head.eagle.draft_vocab_size}, what the head"
+            " has, or more"
+        )
     if not state.exists():
         write_data(loaded, corpus, args)
     if not corpus.texts:
         raise ValueError(
             f"{args.out / 'data'} has no texts, and the budget for data is spent; give --data-minutes or --max-tokens"
         )
-    if head is None:
-        ids = corpus.draft_vocabulary(min(args.draft_vocab, vocab), vocab).to(target.device)
+    if head is not None and args.draft_vocab is not None:
+        head = widened(head, target, corpus.draft_vocabulary(min(args.draft_vocab, vocab), vocab, head.target_ids.cpu()))
+    elif head is None:
+        ids = corpus.draft_vocabulary(min(args.draft_vocab or DRAFT_VOCAB, vocab), vocab).to(target.device)
         head = new_head(target, ids, seed=args.seed, warm=args.warm_start, kv_heads=args.kv_heads, inner=args.inner)
     options = TrainOptions(
         passes=args.passes, batch_tokens=args.batch_tokens, lr=args.lr, frozen_head=args.frozen_head, epochs=args.epochs,

@@ -11,9 +11,18 @@ from stepgraph.capture.request import SamplingParams
 
 
 def test_requests_run_to_their_ends_without_a_step():
-    row = host_row(batch=4, k=3, steps=140)
-    assert row["requests"] >= 4 * 140 * 4 // 256
+    """Four requests of 255 steps each, staggered; each end is a step of turnover, and so is the start that follows it."""
+    row = host_row(batch=4, k=3, steps=280)
+    assert row["requests"] >= 4
+    assert 8 <= row["turnover_steps"] <= 2 * row["requests"]
     assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+    assert row["turnover_p50_us"] > 0
+
+
+def test_a_run_without_turnover_says_so(capsys):
+    assert host_row(batch=1, k=3, steps=5)["turnover_p50_us"] is None
+    assert main(["bench", "host", "--batches", "1", "--steps", "5"]) == 0
+    assert "0 %" in capsys.readouterr().out
 
 
 def test_memory_does_not_grow_with_requests():

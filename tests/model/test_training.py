@@ -149,6 +149,33 @@ def test_training_reduces_the_loss_on_a_toy_target(tmp_path):
     assert torch.equal(load_eagle3(further / "head", target).target_ids, head.target_ids)
 
 
+def test_a_head_goes_on_with_more_tokens_to_propose_and_output_rows_of_its_own(tmp_path, capsys):
+    """What it could propose keeps its rows, wherever they move to; the others start as the target's."""
+    target = load_model("random:tiny-llama").model
+    first, wider, frozen = (tmp_path / name for name in ("first", "wider", "frozen"))
+    small = {"max-tokens": 1500, "train-tokens": 3000}
+    assert main([*arguments(first, **small), "--no-frozen-head"]) == 0
+    before = load_eagle3(first / "head", target)
+    assert not torch.equal(before.lm_head, target.embed[before.target_ids].bfloat16().float())
+    for out in (wider, frozen):
+        shutil.copytree(first / "data", out / "data")
+    once = small | {"start-from": first / "head", "train-tokens": 1, "draft-vocab": 200, "lr": 1e-9}
+    assert main(arguments(wider, **once)) == 0
+    after = load_eagle3(wider / "head", target)
+    assert after.eagle.draft_vocab_size == 200
+    own = torch.isin(after.target_ids, before.target_ids)
+    assert torch.equal(after.target_ids[own], before.target_ids)
+    assert torch.equal(after.lm_head[own], before.lm_head)
+    assert torch.equal(after.lm_head[~own], target.embed[after.target_ids[~own]].bfloat16().float())
+    capsys.readouterr()
+    # Frozen rows are those that it has, so training from a head whose rows are not the target's measures what it saves.
+    assert main(arguments(frozen, **once | {"draft-vocab": 120})) == 0
+    again = json.loads((frozen / "head" / "card.json").read_text())["held_out"]
+    assert again["loss"] == pytest.approx(json.loads((first / "head" / "card.json").read_text())["held_out"]["loss"], abs=0.02)
+    assert main(arguments(tmp_path / "less", **once | {"draft-vocab": 100})) == 2
+    assert "--draft-vocab is 100; allowed with --start-from is 120" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_goes_on_and_ends_as_an_uninterrupted_one(tmp_path, monkeypatch):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     small = {"max-tokens": 1500, "train-tokens": 6000}

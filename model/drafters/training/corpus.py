@@ -64,10 +64,14 @@ class Corpus:
         os.replace(partial, path)
         self._take(texts, seconds, prompts)
 
-    def draft_vocabulary(self, size: int, vocab_size: int) -> Tensor:
-        """`[size]` int64 ids in order: those the target wrote most often (ties and rest: lowest ids first)."""
+    def draft_vocabulary(self, size: int, vocab_size: int, keep: Tensor | None = None) -> Tensor:
+        """`[size]` int64 ids in order: those in `keep`, and those the target wrote most often (ties and rest: lowest ids
+        first).
+        """
         written = [token for text in self.texts for token in text.tokens[text.prompt_len :]]
         counts = torch.bincount(torch.tensor(written, dtype=torch.int64), minlength=vocab_size)
+        if keep is not None:
+            counts[keep] = counts.max() + 1
         return counts.argsort(descending=True, stable=True)[:size].sort().values
 
     def coverage(self, ids: Tensor, vocab_size: int) -> float:

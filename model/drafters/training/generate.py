@@ -10,6 +10,8 @@ from torch import Tensor
 from stepgraph.model.drafters.training.dense import DenseCache, target_forward
 from stepgraph.model.transformer import Transformer
 
+PREFILL_TOKENS = 2048  # padding counted; more at once only spills out of the caches
+
 
 class Text(NamedTuple):
     """A prompt and what the target wrote after it; `tokens[:prompt_len]` is the prompt."""
@@ -102,10 +104,21 @@ def write_texts(
 
 
 def _prefill(target: Transformer, cache: DenseCache, prompts: list[tuple[int, list[int]]]) -> None:
-    """Run prompts, as (row, tokens), through the target; short ones are padded, and what padding writes is written over."""
-    prompts = [(row, tokens) for row, tokens in prompts if tokens]
-    if not prompts:
-        return
+    """Run prompts, as (row, tokens), through the target, those of like length together: short ones are padded, and what padding
+    writes is written over.
+    """
+    groups: list[list[tuple[int, list[int]]]] = [[]]
+    for row, tokens in sorted(prompts, key=lambda prompt: len(prompt[1])):  # lengths ascend, so the newest is the longest
+        if groups[-1] and (len(groups[-1]) + 1) * len(tokens) > PREFILL_TOKENS:
+            groups.append([])
+        if tokens:
+            groups[-1].append((row, tokens))
+    for group in groups:
+        if group:
+            _prefill_padded(target, cache, group)
+
+
+def _prefill_padded(target: Transformer, cache: DenseCache, prompts: list[tuple[int, list[int]]]) -> None:
     longest = max(len(tokens) for _, tokens in prompts)
     padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for _, tokens in prompts], device=target.device)
     own = DenseCache(target, len(prompts), longest)

@@ -1,5 +1,7 @@
 """What a head starts from: the target's last layer, which already turns features of the last layers into the next token."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -62,3 +64,17 @@ def copy_in_float32(head: Eagle3Head) -> Eagle3Head:
     copy.load_state_dict(head.state_dict())
     copy.target_ids.copy_(head.target_ids)
     return copy
+
+
+def widened(head: Eagle3Head, target: Transformer, target_ids: Tensor) -> Eagle3Head:
+    """A float32 head that proposes `target_ids [D]` (ascending, all of the head's among them); further output rows are the
+    target's own, which is what the head's were at first.
+    """
+    eagle = dataclasses.replace(head.eagle, draft_vocab_size=len(target_ids))
+    wider = Eagle3Head(eagle, device=head.device)
+    wider.target_ids.copy_(target_ids)
+    known = torch.searchsorted(wider.target_ids, head.target_ids)
+    rows = (target.embed if target.lm_head is None else target.lm_head)[wider.target_ids].float()
+    rows[known] = head.lm_head.float()
+    wider.load_state_dict(head.state_dict() | {"lm_head": rows})
+    return wider

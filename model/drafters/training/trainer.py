@@ -33,7 +33,7 @@ class TrainOptions:
         passes: unrolled passes (1 + further drafts).
         batch_tokens: tokens in a batch, padding counted.
         lr: largest learning rate, of AdamW; a cosine down to a tenth of it over the budget.
-        frozen_head: the output matrix stays the target's own rows.
+        frozen_head: the output matrix stays what it is (of a new head: the target's own rows).
         epochs: token budget as a multiple of the corpus, where `train_tokens` is None.
         train_tokens: tokens to train on.
         minutes: wall time to stop at, None for no limit; the learning rate then follows the clock, and runs differ.
@@ -198,8 +198,7 @@ class Trainer:
             rows = shifted(wanted.view(shape), number + 1).flatten()
             of = shifted(place.view(shape), number + 1).flatten()[rows]
             law = Teacher(teacher.ids[of], teacher.probs[of])
-            weight = self.output_rows if self.options.frozen_head else head.lm_head
-            loss, hits = soft_cross_entropy(output.flatten(0, 1)[rows], weight, law)
+            loss, hits = soft_cross_entropy(output.flatten(0, 1)[rows], head.lm_head, law)
             passes.append((loss, hits, len(of)))
         return passes
 

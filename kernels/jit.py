@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 
 def jit(function: Callable, **options) -> Callable:
@@ -13,10 +14,30 @@ def jit(function: Callable, **options) -> Callable:
         dispatcher = njit(cache=True, error_model="numpy", **options)(function)
     except RuntimeError:  # a read-only installation and no home
         return njit(error_model="numpy", **options)(function)
-    # Numba compiles anew when the function's own file has changed; what it calls and takes constants from lies in others.
+    _follow_all_kernels(dispatcher)
+    return dispatcher
+
+
+def jit_for_threads(function: Callable) -> Callable:
+    """`function(int64 address)` as code that any thread may run, at `.address`; kept as by `jit`."""
+    from numba.core import sigutils
+    from numba.core.ccallback import CFunc
+
+    compiled = CFunc(function, sigutils.normalize_signature("void(int64)"), {}, {"error_model": "numpy"})
+    try:
+        compiled.enable_caching()
+    except RuntimeError:  # a read-only installation and no home
+        pass
+    else:
+        _follow_all_kernels(compiled)
+    compiled.compile()
+    return compiled
+
+
+def _follow_all_kernels(dispatcher: Any) -> None:
+    """Numba compiles anew when the function's own file has changed; what it calls and takes constants from lies in others."""
     kept = dispatcher._cache._cache_file
     kept._source_stamp = (kept._source_stamp, _stamp_of_kernels())
-    return dispatcher
 
 
 @cache

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 LEVELS = 127.0
-OFFSET = 128  # oneDNN's fast products want activations without a sign
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,27 +50,3 @@ def rescale(out: Tensor, row_scale: Tensor, bias: Tensor | None, like: Tensor) -
     if bias is not None:
         out = out + bias.float()
     return out.to(like.dtype).view(*like.shape[:-1], out.shape[1])
-
-
-def pack_int8(weight: Tensor) -> Tensor | None:
-    """An int8 weight `[N, K]` in oneDNN's order, or None where this processor has no exact 8-bit products (VNNI)."""
-    # Without VNNI oneDNN adds pairs of products in 16 bits, which overflow.
-    if not torch.cpu._is_vnni_supported():
-        return None
-    # It reads values side by side, whatever the strides say.
-    return torch.ops.onednn.qlinear_prepack(weight.contiguous(), None)
-
-
-def packed_int8_sums(shifted: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
-    """uint8 `shifted [M, K]`, activations + `OFFSET`, times a packed weight and its `scale [N]` -> float32 `[M, N]`."""
-    zeros = torch.zeros(scale.shape, dtype=torch.int64)
-    return torch.ops.onednn.qlinear_pointwise(
-        shifted, 1.0, OFFSET, packed, scale.contiguous(), zeros, None, 1.0, 0, torch.float32, "none", [], ""
-    )
-
-
-def packed_int8_product(x: Tensor, packed: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """`linear_int8_reference` by way of oneDNN, same bits."""
-    rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
-    shifted = (rows.to(torch.int16) + OFFSET).to(torch.uint8)
-    return rescale(packed_int8_sums(shifted, packed, scale), row_scale, bias, x)

@@ -1,13 +1,17 @@
-"""Matrix product on the CPU where Numba is: activations of int8 products are rounded and scaled in one call each."""
+"""Matrix product on the CPU where Numba is."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from stepgraph.kernels.linear import linear_cpu, packed_form
-from stepgraph.kernels.linear_int8 import LEVELS, OFFSET, packed_int8_sums
-from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, TO_INTEGER, array_at, exact, narrow, wide
+from stepgraph.kernels.linear import linear_cpu
+from stepgraph.kernels.linear_int8 import LEVELS
+from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, TO_INTEGER, array_at, exact, wide
+from stepgraph.kernels.packed import OFFSET, packed_form
+from stepgraph.kernels.product_numba import multiply
 
+# So many rows are worth the matrix units of AMX, which only PyTorch uses.
+MATRIX_ROWS = 32 if torch.cpu._is_amx_tile_supported() else 1 << 62
 TINY = np.finfo(np.float32).tiny
 
 
@@ -29,32 +33,19 @@ def _quantize(x_at, out_at, scale_at, rows, size, element):
         scale[row] = np.float32(largest / np.float32(LEVELS))
 
 
-@exact
-def _rescale(sums_at, scale_at, bias_at, out_at, rows, size, element):
-    """`rescale`, bit for bit; a bias at address 0 is none."""
-    sums, out = array_at(sums_at, (rows, size), FLOAT32), array_at(out_at, (rows, size), element)
-    scale = array_at(scale_at, (rows,), FLOAT32)
-    for row in range(rows):
-        if bias_at == 0:
-            for i in range(size):
-                out[row, i] = narrow(sums[row, i] * scale[row], element)
-        else:
-            bias = array_at(bias_at, (size,), element)
-            for i in range(size):
-                out[row, i] = narrow(sums[row, i] * scale[row] + wide(bias[i]), element)
-
-
 def linear_numba(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool, scale: Tensor | None = None) -> Tensor:
-    """Contract and bits of `linear_cpu`."""
-    element = ELEMENTS.get(x.dtype)
-    packed = packed_form(weight) if scale is not None and element is not None and x.numel() else None
-    if packed is None:
+    """Contract of `linear_cpu`; a packed weight goes through our own product, whose rows are always invariant."""
+    packed = packed_form(weight)
+    outer, inner = weight.shape
+    many = weight.dtype == torch.bfloat16 and not invariant and x.numel() >= MATRIX_ROWS * inner
+    if packed is None or many or x.numel() == 0 or x.dtype not in ELEMENTS:
         return linear_cpu(x, weight, bias, invariant, scale)
-    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    rows, (outer, inner) = x.numel() // x.shape[-1], weight.shape
-    shifted, row_scale = torch.empty((rows, inner), dtype=torch.uint8), torch.empty(rows)
-    _quantize(x.data_ptr(), shifted.data_ptr(), row_scale.data_ptr(), rows, inner, element)
-    sums, out = packed_int8_sums(shifted, packed, scale), x.new_empty((*x.shape[:-1], outer))
-    bias_at = 0 if bias is None else bias.data_ptr()
-    _rescale(sums.data_ptr(), row_scale.data_ptr(), bias_at, out.data_ptr(), rows, outer, element)
+    rows, bias = x.reshape(-1, inner).contiguous(), None if bias is None else bias.contiguous()
+    out, row_scale = x.new_empty((*x.shape[:-1], outer)), None
+    if scale is not None:
+        scale, element = scale.contiguous(), ELEMENTS[x.dtype]
+        shifted, row_scale = torch.empty(rows.shape, dtype=torch.uint8), torch.empty(rows.shape[0])
+        _quantize(rows.data_ptr(), shifted.data_ptr(), row_scale.data_ptr(), *rows.shape, element)
+        rows = shifted
+    multiply(rows, packed, bias, scale, row_scale, out)
     return out

@@ -6,6 +6,7 @@ is kept (`stepgraph.kernels.jit`).
 
 from functools import partial
 
+import llvmlite.ir as ir
 import numpy as np
 import torch
 from numba import types
@@ -41,6 +42,23 @@ def _pointer(typing_context, address):
     return types.voidptr(address), generate
 
 
+@intrinsic
+def _ask(typing_context, address):
+    """What the function `int()` at an address returns."""
+
+    def generate(context, builder, signature, args):
+        function = ir.PointerType(ir.FunctionType(ir.IntType(32), []))
+        return builder.sext(builder.call(builder.inttoptr(args[0], function), []), ir.IntType(64))
+
+    return types.int64(types.int64), generate
+
+
+@exact
+def thread_in_team(number_at, count_at):
+    """Number of the thread that asks, and how many there are; see `stepgraph.kernels.openmp.run`."""
+    return (_ask(number_at), _ask(count_at)) if count_at else (INT64, np.int64(1))
+
+
 def array_at(address, shape, like):
     """In a kernel: the values at an address, side by side, of the type of `like`."""
     raise NotImplementedError("for kernels only")
@@ -48,7 +66,7 @@ def array_at(address, shape, like):
 
 @overload(array_at)
 def _array_at(address, shape, like):
-    dtype = {types.float32: np.float32, types.uint16: np.uint16, types.uint8: np.uint8, types.int64: np.int64}[like]
+    dtype = getattr(np, like.name)
     return lambda address, shape, like: carray(_pointer(address), shape, dtype)
 
 

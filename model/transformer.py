@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from stepgraph.kernels.activation import silu_mul
 from stepgraph.kernels.attention import build_attention_work, uniform_decode_attention
 from stepgraph.kernels.attention.cpu import MAX_ROWWISE_QUERY
-from stepgraph.kernels.linear import linear, pack
+from stepgraph.kernels.linear import linear
 from stepgraph.kernels.norm import add_rms_norm, rms_norm
+from stepgraph.kernels.packed import pack
 from stepgraph.kernels.rope_kv import rope_kv_write
 from stepgraph.model.config import ModelConfig
 from stepgraph.model.kv_cache import PagedKV
@@ -110,7 +111,7 @@ def multiplied(module: nn.Module) -> list[nn.Parameter]:
 
 
 def pack_weights(module: nn.Module) -> None:
-    """Pack what `module` multiplies with, once its weights are what they shall be (`stepgraph.kernels.linear.pack`)."""
+    """Pack what `module` multiplies with, once its weights are what they shall be (`stepgraph.kernels.packed.pack`)."""
     for weight in multiplied(module):
         if not pack(weight):
             return

@@ -13,7 +13,8 @@ import torch
 from stepgraph.capture.build import EngineOptions
 from stepgraph.capture.experiments.results import Table
 from stepgraph.capture.profile.measure import measure_costs
-from stepgraph.kernels.linear import linear, pack
+from stepgraph.kernels.linear import linear
+from stepgraph.kernels.packed import pack
 from stepgraph.model.checkpoint import LoadedModel, load_model
 from stepgraph.model.kv_cache import block_bytes
 from stepgraph.model.transformer import multiplied

@@ -16,7 +16,7 @@ from stepgraph.capture.experiments import acceptance, economy, growth, lossless,
 from stepgraph.capture.experiments.catalogue import EXPERIMENTS
 from stepgraph.capture.experiments.results import Experiment, Table
 from stepgraph.kernels.environment import device_slug
-from stepgraph.kernels.linear import pack
+from stepgraph.kernels.packed import pack
 from stepgraph.model.checkpoint import load_model
 
 CHECKOUT = Path(__file__).parents[2]

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from stepgraph.kernels.linear import linear, linear_cpu, linear_reference, pack
+from stepgraph.kernels.linear import linear, linear_cpu, linear_reference
 from stepgraph.kernels.linear_int8 import quantize_rows, quantize_weight
+from stepgraph.kernels.packed import pack
 from stepgraph.kernels.registry import NoImplementation, use_implementation
 
 # (outputs, inputs) of the embedded model's products, and an odd one.

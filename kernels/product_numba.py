@@ -1,0 +1,153 @@
+"""Rows of activations times a packed weight (`stepgraph.kernels.packed`), in all of PyTorch's threads.
+
+The weight is read once, from one end to the other, at the rate of the memory; each four outputs of it meet all rows. Rows keep
+their bits whatever rows are beside them, how many there are and in how many threads (`stepgraph.kernels.tile_ir`).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepgraph.kernels.jit import jit_for_threads
+from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, INT64, array_at, exact, narrow, thread_in_team, wide
+from stepgraph.kernels.openmp import run
+from stepgraph.kernels.packed import OUTPUTS, Packed
+from stepgraph.kernels.tile_ir import fuses, has, multiply_tile
+
+ROWS = 4 if has("avx512f") else 1  # of a tile: its accumulators have to fit into registers
+BLOCK = 128  # outputs whose sums are finished while they are near
+ALONE_BYTES = 1 << 17  # a weight that is read before another thread has woken up
+
+
+class Way(NamedTuple):
+    """How weights of a dtype are multiplied: values in a step, and the types that activations and weights are read as."""
+
+    values: int
+    x: type[np.generic]
+    w: type[np.generic]
+
+
+def _ways() -> dict[torch.dtype, Way]:
+    if not fuses():
+        return {}
+    pairs = Way(32, np.uint16, np.uint16) if has("avx512bf16") else Way(16, np.float32, np.uint16)
+    return {
+        torch.float32: Way(16, np.float32, np.float32),
+        torch.bfloat16: pairs,
+        torch.int8: Way(64, np.uint8, np.int8),
+    }
+
+
+WAYS = _ways()
+
+
+@exact
+def _tile(x_like, w_like, rows, again, x_at, w_at, sums_at, size, stride):
+    """`multiply_tile` for any number of rows."""
+    if again:
+        if rows == 4:
+            multiply_tile(x_like, w_like, 4, 1, x_at, w_at, sums_at, size, stride)
+        elif rows == 3:
+            multiply_tile(x_like, w_like, 3, 1, x_at, w_at, sums_at, size, stride)
+        elif rows == 2:
+            multiply_tile(x_like, w_like, 2, 1, x_at, w_at, sums_at, size, stride)
+        else:
+            multiply_tile(x_like, w_like, 1, 1, x_at, w_at, sums_at, size, stride)
+    elif rows == 4:
+        multiply_tile(x_like, w_like, 4, 0, x_at, w_at, sums_at, size, stride)
+    elif rows == 3:
+        multiply_tile(x_like, w_like, 3, 0, x_at, w_at, sums_at, size, stride)
+    elif rows == 2:
+        multiply_tile(x_like, w_like, 2, 0, x_at, w_at, sums_at, size, stride)
+    else:
+        multiply_tile(x_like, w_like, 1, 0, x_at, w_at, sums_at, size, stride)
+
+
+@exact
+def _finish_floats(sums, bias, out, rows, first, last, like):
+    """Sums of the outputs `first .. last - 1` as they leave the product."""
+    for row in range(rows):
+        if len(bias) == 0:
+            for n in range(first, last):
+                out[row, n] = narrow(sums[row, n], like)
+        else:
+            for n in range(first, last):
+                out[row, n] = narrow(sums[row, n] + wide(bias[n]), like)
+
+
+@exact
+def _finish_bytes(sums, offsets, scale, row_scale, bias, out, rows, first, last, like):
+    """The same for sums of bytes, rounded where `linear_int8_reference` rounds."""
+    for row in range(rows):
+        for n in range(first, last):
+            value = np.float32(np.float32(np.int32(sums[row, n] - offsets[n])) * scale[n]) * row_scale[row]
+            if len(bias) == 0:
+                out[row, n] = narrow(value, like)
+            else:
+                out[row, n] = narrow(value + wide(bias[n]), like)
+
+
+@cache
+def _body(x_type: type[np.generic], w_type: type[np.generic], out_type: type[np.generic]) -> Callable:
+    """What each thread runs: its share of the outputs."""
+    # Numbers stand for their types; as keys of the cache they would all be 0, and equal.
+    x_like, w_like, out_like = x_type(0), w_type(0), out_type(0)
+    x_size, w_size, of_bytes = x_like.itemsize, w_like.itemsize, w_type is np.int8
+    sum_like = np.int32(0) if of_bytes else FLOAT32
+
+    def body(address):
+        given = array_at(address, (13,), INT64)
+        x_at, w_at, sums_at, out_at, bias_at, scale_at, row_scale_at, offsets_at = given[:8]
+        rows, size, outer, number_at, count_at = given[8:]
+        number, count = thread_in_team(number_at, count_at)
+        tiles = -(-outer // OUTPUTS)
+        stride = tiles * OUTPUTS
+        sums, out = array_at(sums_at, (rows, stride), sum_like), array_at(out_at, (rows, outer), out_like)
+        bias = array_at(bias_at, (outer if bias_at else 0,), out_like)
+        last = tiles * (number + 1) // count * OUTPUTS
+        for begin in range(tiles * number // count * OUTPUTS, last, BLOCK):
+            end = min(begin + BLOCK, last)
+            for n in range(begin, end, OUTPUTS):
+                for row in range(0, rows, ROWS):
+                    again = row > 0 and row + ROWS >= rows
+                    addresses = x_at + row * size * x_size, w_at + n * size * w_size, sums_at + 4 * (row * stride + n)
+                    _tile(x_like, w_like, min(ROWS, rows - row), again, *addresses, size, stride)
+            if of_bytes:
+                scale, row_scale = array_at(scale_at, (outer,), FLOAT32), array_at(row_scale_at, (rows,), FLOAT32)
+                offsets = array_at(offsets_at, (outer,), sum_like)
+                _finish_bytes(sums, offsets, scale, row_scale, bias, out, rows, begin, min(end, outer), out_like)
+            else:
+                _finish_floats(sums, bias, out, rows, begin, min(end, outer), out_like)
+
+    return jit_for_threads(body)
+
+
+def multiply(
+    x: Tensor, packed: Packed, bias: Tensor | None, scale: Tensor | None, row_scale: Tensor | None, out: Tensor
+) -> None:
+    """Rows `x [M, K]` times a packed weight `[N, K]` into `out [M, N]`, float32 or bfloat16; all side by side in memory.
+
+    Args:
+        x: float32 or bfloat16 like the weight; for an int8 weight uint8, shifted by 128.
+        packed: the weight.
+        bias: `[N]` in the dtype of `out`.
+        scale, row_scale: `[N]` and `[M]` float32, with an int8 weight.
+        out: what is written.
+    """
+    way, outer = WAYS[packed.source.dtype], packed.source.shape[0]
+    if x.dtype == torch.bfloat16 and way.x is np.float32:
+        x = x.float()
+    if x.shape[1] % way.values:
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % way.values))
+    rows, size = x.shape
+    sums = torch.empty((rows, packed.steps.shape[0] * OUTPUTS), dtype=torch.float32)
+    addresses = [0 if each is None else each.data_ptr() for each in (bias, scale, row_scale, packed.offsets)]
+    run(
+        _body(way.x, way.w, type(ELEMENTS[out.dtype])).address,
+        [x.data_ptr(), packed.steps.data_ptr(), sums.data_ptr(), out.data_ptr(), *addresses, rows, size, outer],
+        alone=packed.steps.nbytes <= ALONE_BYTES,
+    )

@@ -25,6 +25,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 AUTO = "auto"
 DEFAULT_MAX_LEN = 2048
 DEFAULT_K = 3
+# Rows of a few requests cost little beside the reading of the weights; with more, each draft has to earn its products. On two
+# cores hybrid is fastest with it at every batch to 16, in float32, bfloat16 and int8.
+CPU_SCHEDULE = [[1, 2, 3], [3, 4096, 1]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class EngineOptions:
         model: see `stepgraph.model.checkpoint.load_model`.
         drafter: see `stepgraph.model.drafters.spec.KNOWN`; None is "none" at k = 0 and the model's
             `default_drafter` otherwise; the name is then here.
-        k: drafts per step; None (with no schedule) is 3, or 0 without a drafter.
+        k: drafts per step; None (with no schedule) is 0 without a drafter, 3 on CUDA and `CPU_SCHEDULE` on a CPU.
         schedule: `[[first batch, last batch, k], …]`, JSON text or a path, instead of k.
         policy: a policy that learns (`stepgraph.capture.policies.ADAPTIVE`), instead of both.
         policy_options: its options by name.
@@ -122,10 +125,11 @@ class EngineOptions:
             return make_adaptive(self.policy, self.policy_options)
         if self.policy_options is not None:
             raise ValueError("policy_options were given without a policy")
-        k = self.k
-        if k is None and self.schedule is None:
-            k = 0 if self.drafter == "none" else DEFAULT_K
-        return make_policy(k, self.schedule)
+        if self.k is not None or self.schedule is not None:
+            return make_policy(self.k, self.schedule)
+        if self.drafter == "none":
+            return make_policy(0)
+        return make_policy(schedule=CPU_SCHEDULE) if _device(self) == "cpu" else make_policy(DEFAULT_K)
 
 
 def _device(options: EngineOptions) -> str:
@@ -172,12 +176,17 @@ def require_weights(weights: str, dtype: str, device: str | None) -> None:
         raise ValueError(f"weights is {weights!r} with dtype {dtype!r}; int8 weights go with float32 and bfloat16")
 
 
-def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> BuiltEngine:
+def build_engine(
+    options: EngineOptions,
+    loaded: LoadedModel | None = None,
+    draft_weights: Transformer | Eagle3Head | None = None,
+) -> BuiltEngine:
     """An engine that is ready for `add`, `step` and `generate`; graphs are captured at the first step or by `capture`.
 
     Args:
         options: sizes and names.
         loaded: the target, if it is loaded already (its dtype, weights and device then count); several engines may share it.
+        draft_weights: the draft model or head of the drafter, if it is there already.
 
     Raises:
         ValueError: an option that cannot be, named with its value and what is allowed.
@@ -191,7 +200,8 @@ def build_engine(options: EngineOptions, loaded: LoadedModel | None = None) -> B
         raise ValueError(f"max_len is {max_len}; {loaded.name} has positions for {target.max_positions} tokens")
 
     spec = DrafterSpec.parse(options.drafter)
-    draft_weights = load_draft_weights(spec, target, loaded.name)
+    if draft_weights is None:
+        draft_weights = load_draft_weights(spec, target, loaded.name)
     if draft_weights is not None and is_int8(target) and not is_int8(draft_weights):
         quantize_int8(draft_weights)
     models = [model for model in (target, draft_weights) if model is not None]

@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=defaults.model, help="smollm2-135m, random:PRESET, directory, .gguf or org/name")
     parser.add_argument("--drafter", help=DRAFTER_HELP)
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--k", type=int, help="drafts a step (default 3; 0 without a drafter)")
+    choice.add_argument(
+        "--k", type=int, help="drafts a step (default 3; on CPUs 1 where more than 2 requests run; 0 without a drafter)"
+    )
     choice.add_argument("--schedule", help="k by batch: [[first, last, k], …] as JSON text or a file")
     choice.add_argument("--policy", choices=ADAPTIVE, help="choose k from what is accepted while running")
     parser.add_argument("--policy-options", metavar="JSON", help='of --policy by name, e.g. {"cost": "profile.json"}')

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from stepgraph.capture.build import EngineOptions, build_engine
+from stepgraph.capture.build import DTYPES, EngineOptions, build_engine
 from stepgraph.capture.experiments.prompt_sets import load_prompts
 from stepgraph.capture.experiments.results import Table
 from stepgraph.capture.prompts import encode_prompt
@@ -27,7 +27,8 @@ from stepgraph.model.transformer import Transformer
 
 VOCAB, LENGTH, BATCH = 5, 3, 8
 PROMPT = [1, 2, 3, 1, 2, 3, 1]
-DRAFTERS = ("none", "ngram", "early-exit:2", "eagle3:random", "hybrid:2:eagle3:random")
+DRAFT_MODEL = "draft-model:smaller"
+DRAFTERS = ("none", "ngram", "early-exit:2", DRAFT_MODEL, "eagle3:random", "hybrid:2:eagle3:random")
 METHODS = ("standard", "block")
 # Prompts are taken in one a step and answers are short, so that few requests decode at once and their number goes up and down.
 CHANGING = [[1, 1, 3], [2, 2, 2], [3, 8, 3]]
@@ -36,13 +37,17 @@ GREEDY_MODEL = "smollm2-135m"
 GREEDY_DRAFTERS = ("ngram", "early-exit:26", "eagle3", "hybrid")
 
 
-def law_target(seed: int) -> LoadedModel:
-    """A target over `VOCAB` tokens whose laws are far from uniform and never certain, in float64."""
-    config = dataclasses.replace(preset("tiny-llama"), vocab_size=VOCAB, tie_embeddings=False)
+def law_model(seed: int, **changes) -> Transformer:
+    """A model over `VOCAB` tokens whose laws are far from uniform and never certain, in float64."""
+    config = dataclasses.replace(preset("tiny-llama"), vocab_size=VOCAB, tie_embeddings=False, **changes)
     model = Transformer(config, dtype=torch.float64).randomize(seed)
     with torch.no_grad():
         model.lm_head.mul_(0.7)
-    return LoadedModel(model.eval(), None, "law", 0.0)
+    return model.eval()
+
+
+def law_target(seed: int) -> LoadedModel:
+    return LoadedModel(law_model(seed), None, "law", 0.0)
 
 
 @torch.no_grad()
@@ -66,7 +71,8 @@ def law_row(loaded: LoadedModel, drafter: str, verify: str, samples: int, seed: 
     options = EngineOptions(
         "law", drafter, schedule=schedule, max_batch=BATCH, max_len=32, block_size=4, seed=seed, synthetic_rates=rates
     )
-    engine = build_engine(options, loaded).engine
+    draft_model = law_model(seed + 1, num_layers=1, layer_windows=()) if drafter == DRAFT_MODEL else None
+    engine = build_engine(options, loaded, draft_model).engine
     params = SamplingParams(max_new_tokens=LENGTH + 1, temperature=1.0, verify=verify, ignore_eos=True)
     outputs = engine.generate([PROMPT] * samples, params)
     power = VOCAB ** np.arange(LENGTH)[::-1]
@@ -95,9 +101,13 @@ def law_row(loaded: LoadedModel, drafter: str, verify: str, samples: int, seed: 
     }
 
 
-def greedy_rows(drafters: tuple[str, ...], ks: tuple[int, ...], prompts: int | None, new_tokens: int) -> Iterator[dict]:
-    """A row for each drafter: answers, over all k, that equal plain greedy decoding token for token."""
-    loaded = load_model(GREEDY_MODEL)
+def greedy_rows(
+    dtype: str, drafters: tuple[str, ...], ks: tuple[int, ...], prompts: int | None, new_tokens: int
+) -> Iterator[dict]:
+    """A row for each drafter: answers, over all k, that equal plain greedy decoding token for token. In bfloat16 products are
+    row-invariant; in float32 they are what they are by default.
+    """
+    loaded = load_model(GREEDY_MODEL, dtype=DTYPES[dtype], invariant_linear=dtype == "bfloat16")
     records = load_prompts("own")[:prompts]
     ids = [encode_prompt(record.prompt, loaded.tokenizer) for record in records]
     max_len = max(map(len, ids)) + new_tokens + 1
@@ -108,7 +118,7 @@ def greedy_rows(drafters: tuple[str, ...], ks: tuple[int, ...], prompts: int | N
 
     plain = answers("none", 0)
     for drafter in drafters:
-        row = {"what": "greedy", "drafter": drafter, "dtype": "float32", "ks": list(ks), "new_tokens": new_tokens}
+        row = {"what": "greedy", "drafter": drafter, "dtype": dtype, "ks": list(ks), "new_tokens": new_tokens}
         try:
             same = sum(mine == theirs for k in ks for mine, theirs in zip(answers(drafter, k), plain, strict=True))
         except CheckpointError as error:
@@ -125,9 +135,10 @@ def measure(quick: bool, seed: int) -> Iterator[dict]:
             yield law_row(loaded, drafter, method, 200 if quick else 2000, seed)
     yield law_row(loaded, "ngram", "standard", 200 if quick else 2000, seed, LOSSY)
     if quick:
-        yield from greedy_rows(("ngram",), (3,), 2, 12)
+        yield from greedy_rows("float32", ("ngram",), (3,), 2, 12)
     else:
-        yield from greedy_rows(GREEDY_DRAFTERS, (1, 3, 7), None, 32)
+        for dtype in ("float32", "bfloat16"):
+            yield from greedy_rows(dtype, GREEDY_DRAFTERS, (1, 3, 7), None, 32)
 
 
 def _shown(p_value: float) -> str:
@@ -141,7 +152,7 @@ def table(rows: list[dict]) -> Table:
         ks = ", ".join(map(str, row["ks"]))
         if "same" in row:
             same = f"{row['same']} of {row['answers']}"
-            lines.append(["greedy", row["drafter"], "both alike", ks, str(row["answers"]), "", "", same])
+            lines.append([f"greedy, {row['dtype']}", row["drafter"], "both alike", ks, str(row["answers"]), "", "", same])
         elif "p_value" in row:
             share = "" if row["accepted_share"] is None else f"{100 * row['accepted_share']:.0f} %"
             counts = [str(row["samples"]), str(row["replays"]), share, _shown(row["p_value"])]
@@ -163,9 +174,7 @@ def headlines(rows: list[dict]) -> list[tuple[str, str]]:
         told = [(f"smallest p-value of {len(laws)} laws, {replays} replays", _shown(min(row["p_value"] for row in laws)))]
     told += [("p-value of a control that is not lossless", _shown(row["p_value"])) for row in control]
     greedy = [row for row in rows if "same" in row]
-    if greedy:
-        same, answers = (sum(row[name] for row in greedy) for name in ("same", "answers"))
-        told.append(
-            (f"greedy answers equal to plain decoding, {greedy[0]['dtype']}, all drafters and k", f"{same} of {answers}")
-        )
+    for dtype in dict.fromkeys(row["dtype"] for row in greedy):
+        same, answers = (sum(row[name] for row in greedy if row["dtype"] == dtype) for name in ("same", "answers"))
+        told.append((f"greedy answers equal to plain decoding, {dtype}, all drafters and k", f"{same} of {answers}"))
     return told

@@ -17,8 +17,9 @@ THEIRS, OURS = "transformers", "ours"
 ASSISTED = f"{THEIRS}-assisted"
 LLAMA_CPP, Q4_1 = "llama.cpp", "Q4_1"
 K = 3
-# Drafter and k of ours; a verification of eight rows costs little more than one of four, so a larger k may pay.
+# Drafter and k of ours, for one prompt and for many at once.
 OUR_WAYS = (("none", 0), ("ngram", K), ("eagle3", K), ("hybrid", K), ("hybrid", 5))
+OUR_WAYS_AT_ONCE = (("none", 0), ("hybrid", 1))
 # No smaller model of the family comes with a package; transformers can assist itself with its own first layers.
 ASSISTING_LAYERS = 20
 THEIR_OPTIONS = {
@@ -101,7 +102,7 @@ def providers(weights: str, batch: int, max_len: int) -> Iterator[tuple[str, int
 
     Args:
         weights: "float32", "bfloat16", "int8" (ours alone, with bfloat16 activations) or "Q4_1" (llama.cpp alone).
-        batch: prompts at once; above 1 only plain decoding and our default drafter take part.
+        batch: prompts at once; above 1 only plain decoding and our default drafter, at its k there, take part.
         max_len: most tokens of a text, prompt included.
     """
     if weights == Q4_1:
@@ -109,10 +110,10 @@ def providers(weights: str, batch: int, max_len: int) -> Iterator[tuple[str, int
         yield LLAMA_CPP, 0, llama_cpp_generate(MODEL, max_len) if find_spec("llama_cpp") else absent
         return
     int8 = weights == "int8"
-    # Decode rows keep their bits at batch 1, where that costs next to nothing: the text is then the same for every k.
+    # Decode rows keep their bits, so that the text is the same for every k; with compiled products that costs nothing.
     base = EngineOptions(
         MODEL, "none", k=0, dtype="bfloat16" if int8 else weights, weights="int8" if int8 else None, device="cpu",
-        max_batch=batch, max_len=max_len, invariant_linear=weights == "bfloat16" and batch == 1,
+        max_batch=batch, max_len=max_len, invariant_linear=weights == "bfloat16",
     )  # fmt: skip
     loaded = load_target(base)
     if not int8:
@@ -122,10 +123,9 @@ def providers(weights: str, batch: int, max_len: int) -> Iterator[tuple[str, int
             if not options or (batch == 1 and (name != ASSISTED or weights == "float32")):
                 k = K if options else 0
                 yield name, k, "transformers is not installed" if theirs is None else their_generate(theirs, **options)
-    for drafter, k in OUR_WAYS:
-        if batch == 1 or (drafter, k) in (("none", 0), ("hybrid", K)):
-            name = OURS if drafter == "none" else f"{OURS}-{drafter}"
-            try:
-                yield name, k, _ours(replace(base, drafter=drafter, k=k), loaded)
-            except CheckpointError as error:
-                yield name, k, str(error)
+    for drafter, k in OUR_WAYS if batch == 1 else OUR_WAYS_AT_ONCE:
+        name = OURS if drafter == "none" else f"{OURS}-{drafter}"
+        try:
+            yield name, k, _ours(replace(base, drafter=drafter, k=k), loaded)
+        except CheckpointError as error:
+            yield name, k, str(error)

@@ -21,8 +21,8 @@ from platform import machine
 from typing import NamedTuple
 
 import llvmlite.ir as ir
-from llvmlite.binding import get_host_cpu_features
-from numba import config, types
+from numba import types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 LANES, OUTPUTS, LINE_BYTES = 16, 4, 64
@@ -44,9 +44,9 @@ class Step(NamedTuple):
 
 def has(*features: str) -> bool:
     """Whether the processor that Numba compiles for has all of them, by LLVM's names."""
-    chosen = config.CPU_FEATURES
-    found = get_host_cpu_features() if chosen is None else {name[1:]: name[0] == "+" for name in chosen.split(",")}
-    return all(found.get(feature, False) for feature in features)
+    # Numba's own answer: its settings may take some away from this processor, and LLVM ends the process at a missing one.
+    found = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return all(f"+{feature}" in found for feature in features)
 
 
 def fuses() -> bool:

@@ -136,6 +136,23 @@ def test_on_a_processor_with_less(tmp_path):
     assert "skipped" not in done.stdout, done.stdout
 
 
+@pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", "NUMBA_ENABLE_AVX=0"])
+def test_settings_that_take_instructions_away(setting, tmp_path):
+    """Less is compiled then, or nothing; the product is right in any case."""
+    script = (
+        "import torch; from stepgraph.kernels.linear import linear; from stepgraph.kernels.packed import pack\n"
+        "for dtype in (torch.float32, torch.bfloat16):\n"
+        "    weight, x = torch.ones(5, 40, dtype=dtype), torch.ones(3, 40, dtype=dtype)\n"
+        "    pack(weight)\n"
+        "    assert (linear(x, weight, None, False) == 40).all()\n"
+    )
+    settings = {"NUMBA_CACHE_DIR": str(tmp_path)} | dict([setting.split("=")])
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | settings, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(machine().lower() not in ("x86_64", "amd64"), reason="x86 code")
 def test_half_registers_have_their_instruction(tmp_path):
     """Processors with VNNI and without AVX-512: compiled here, run there."""

@@ -8,6 +8,7 @@ from torch.nn.functional import pad as padded
 
 OUTPUTS = 4  # that a product reads the weights of in turns
 OFFSET = 128  # added to 8-bit activations: the fast instructions want them without a sign
+MAX_INT8_INPUTS = (2**31 - 1) // (127 * 128)  # whose products have a sum that is an int32, whatever they are
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Packed:
         offsets: of int8 weights `[N]` int32, `OFFSET` times the sum of an output's weights: what the shifted activations add
             to its products.
         source: an alias of the weight, which keeps its memory from being given to another.
-        version: of the weight.
+        version: of the weight, and of the alias: torch's count of changes in place.
     """
 
     steps: Tensor
@@ -33,13 +34,16 @@ class Packed:
 
 
 def pack(weight: Tensor) -> bool:
-    """Keep beside a CPU weight `[N, K]` of float32, bfloat16 or int8 what makes `linear` fast with it; says whether there are
-    compiled products here.
+    """Keep beside a CPU weight `[N, K]` of float32, bfloat16 or int8 what makes `linear` fast with it, where there are compiled
+    products for it; says whether there are.
 
     It takes the weight's memory once more. A weight that is changed in place, moved or replaced is packed no more. A write that
-    torch does not count goes unseen: through `.data`, NumPy or a fused optimizer.
+    torch does not count goes unseen: through `.data`, NumPy or a fused optimizer. Of an inference tensor it counts none, so
+    that one is not packed.
     """
-    if weight.dim() != 2 or weight.numel() == 0 or weight.device.type != "cpu":
+    if weight.dim() != 2 or weight.numel() == 0 or weight.device.type != "cpu" or weight.is_inference():
+        return False
+    if weight.dtype == torch.int8 and weight.shape[1] > MAX_INT8_INPUTS:
         return False
     values = values_in_step(weight.dtype)
     if values == 0:
@@ -68,7 +72,9 @@ def packed_form(weight: Tensor) -> Packed | None:
     packed = getattr(weight, "packed", None)
     if not isinstance(packed, Packed):
         return None
-    if packed.source.is_set_to(weight) and packed.version == weight._version:
+    # A shallow copy (`copy.copy`) has this object too, and another count of changes to the same memory.
+    same = packed.source.is_set_to(weight) and not weight.is_inference()
+    if same and packed.version == weight._version == packed.source._version:
         return packed
     weight.packed = None  # the weight is another by now, and the memory goes back
     return None

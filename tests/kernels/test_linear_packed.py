@@ -176,6 +176,35 @@ def test_a_weight_changed_in_place_is_used_as_it_is_now():
     assert torch.allclose(linear(x, weight, None, False), 2 * before)
 
 
+def test_a_shallow_copy_of_a_changed_weight_is_used_as_it_is_now():
+    weight, x = parameter(16, 32), rows_of(3, 32, torch.float32)
+    before, shallow = linear(x, weight, None, False), copy.copy(weight)
+    weight.mul_(2)
+    assert torch.allclose(linear(x, shallow, None, False), 2 * before)
+
+
+def test_an_inference_tensor_is_not_packed():
+    """Torch does not count its changes."""
+    x, plain = rows_of(3, 32, torch.float32), packed_weight(16, 32, torch.float32)
+    with torch.inference_mode():
+        made, shallow = torch.ones(16, 32), copy.copy(plain)
+        for weight in (made, shallow):
+            assert weight.is_inference() != pack(weight)
+            weight.mul_(2)
+            assert torch.allclose(linear(x, weight, None, False), x @ weight.T, atol=1e-5)
+
+
+@pytest.mark.parametrize("extreme", [-128, 127])
+def test_int8_sums_that_outgrow_int32(extreme):
+    weight, scale = torch.full((2, 132104), extreme, dtype=torch.int8), torch.ones(2)
+    longer = torch.full((2, 132105), extreme, dtype=torch.int8)
+    assert not pack(longer)
+    pack(weight)
+    for given in (weight, longer):
+        for x in (torch.ones(1, given.shape[1]), -torch.ones(1, given.shape[1])):
+            assert torch.equal(linear(x, given, None, False, scale), linear_reference(x, given, None, False, scale))
+
+
 def test_no_rows_and_weights_that_are_not_packed():
     weight = packed_weight(16, 32, torch.float32)
     assert linear(torch.empty(0, 32), weight, None, True).shape == (0, 16)

@@ -7,9 +7,15 @@ from typing import Any
 
 
 def jit(function: Callable, **options) -> Callable:
-    """`numba.njit`, its code kept beside the source or in the user's cache folder, and nowhere if neither can be written."""
-    from numba import njit
+    """`numba.njit`, its code kept beside the source or in the user's cache folder, and nowhere if neither can be written.
 
+    Raises:
+        ImportError: there is no Numba, or it is told not to compile.
+    """
+    from numba import config, njit
+
+    if config.DISABLE_JIT:  # our loops read tensors by address, which Python cannot
+        raise ImportError("NUMBA_DISABLE_JIT is set")
     try:
         dispatcher = njit(cache=True, error_model="numpy", **options)(function)
     except RuntimeError:  # a read-only installation and no home

@@ -1,5 +1,6 @@
 """CPU kernels written with Numba: what they share, and ops where Numba is missing."""
 
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -102,12 +103,16 @@ sys.modules["numba"] = None
 warnings.simplefilter("error")
 import torch
 from stepgraph.kernels.activation import silu_mul, silu_mul_reference
+from stepgraph.kernels.linear import linear, linear_cpu
 from stepgraph.kernels.norm import rms_norm, rms_norm_reference
+from stepgraph.kernels.packed import pack
 from stepgraph.kernels.registry import implementation_on_cpu
 x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 assert torch.equal(silu_mul(x), silu_mul_reference(x))
 assert torch.equal(rms_norm(x, x[0], 1e-5), rms_norm_reference(x, x[0], 1e-5))
 assert implementation_on_cpu(rms_norm) is rms_norm_reference
+assert not pack(x)
+assert torch.equal(linear(x, x, None, False), linear_cpu(x, x, None, False))
 """
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
@@ -132,6 +137,22 @@ assert [str(each.message) for each in said] == ["rms_norm runs without Numba: Nu
 """
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_numba_that_shall_not_compile_is_as_good_as_none():
+    code = """
+import torch
+from stepgraph.kernels.jit import compiled
+from stepgraph.kernels.norm import rms_norm
+from stepgraph.kernels.packed import pack
+assert rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).eq(1).all()
+assert compiled(lambda x: x + 1)(1) == 2
+assert not pack(torch.ones(2, 4))
+"""
+    settings = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    ran = subprocess.run([sys.executable, "-P", "-c", code], env=settings, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "rms_norm runs without Numba: NUMBA_DISABLE_JIT is set" in ran.stderr
 
 
 def test_where_no_folder_can_be_written_code_is_compiled_and_not_kept():

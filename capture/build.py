@@ -58,7 +58,8 @@ class EngineOptions:
         verify: "standard" or "block" verification, for requests that do not say; both are lossless.
         synthetic_rates: see `Engine`; not lossless, for timing only.
         lag: steps in flight when the next one is launched; see `Engine`.
-        invariant_linear: matrix products whose row bits do not depend on the number of rows; compiled ones of a CPU never do.
+        invariant_linear: matrix products whose row bits do not depend on the number of rows; compiled ones of a CPU never do,
+            but with AMX many rows of bfloat16 are PyTorch's.
     """
 
     model: str = "smollm2-135m"

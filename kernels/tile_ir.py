@@ -12,7 +12,7 @@ the operands (`x`, `w`):
 |---|---|---|
 | float32 | float32 | 16 values, fused multiply-add |
 | float32 | uint16 | 16 values of bfloat16, which are widened first |
-| uint16 | uint16 | 32 pairs of bfloat16, `vdpbf16ps` (AVX512-BF16) |
+| uint16 | uint16 | 32 values of bfloat16 in pairs, `vdpbf16ps` (AVX512-BF16), to which denormals are zero |
 | uint8 | int8 | 64 values, `vpdpbusd` (VNNI) or what it does in small steps |
 """
 

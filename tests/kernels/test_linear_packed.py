@@ -89,6 +89,17 @@ def test_threads_do_not_change_bits(dtype, monkeypatch):
         torch.set_num_threads(threads)
 
 
+def test_matrix_units_get_many_rows_unless_they_shall_be_invariant(monkeypatch):
+    monkeypatch.setattr("stepgraph.kernels.linear_numba.MATRIX_ROWS", 4)
+    products = []
+    monkeypatch.setattr("stepgraph.kernels.linear_numba.multiply", lambda *given: products.append(len(given[0])))
+    weight = packed_weight(8, 32, torch.bfloat16)
+    for count in (3, 4):
+        for invariant in (False, True):
+            linear(rows_of(count, 32, torch.bfloat16), weight, None, invariant)
+    assert products == [3, 3, 4]
+
+
 @both_dtypes
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_stays_in_its_row_and_output(dtype, bad):

@@ -19,6 +19,7 @@ from stepgraph.kernels.packed import OUTPUTS, Packed
 from stepgraph.kernels.tile_ir import fuses, has, multiply_tile
 
 ROWS = 4 if has("avx512f") else 1  # of a tile: its accumulators have to fit into registers
+ROWS_AT_ONCE = 256  # so that scratch memory has a bound
 BLOCK = 128  # outputs whose sums are finished while they are near
 ALONE_BYTES = 1 << 17  # a weight that is read before another thread has woken up
 
@@ -144,10 +145,12 @@ def multiply(
     if x.shape[1] % way.values:
         x = torch.nn.functional.pad(x, (0, -x.shape[1] % way.values))
     rows, size = x.shape
-    sums = torch.empty((rows, packed.steps.shape[0] * OUTPUTS), dtype=torch.float32)
-    addresses = [0 if each is None else each.data_ptr() for each in (bias, scale, row_scale, packed.offsets)]
-    run(
-        _body(way.x, way.w, type(ELEMENTS[out.dtype])).address,
-        [x.data_ptr(), packed.steps.data_ptr(), sums.data_ptr(), out.data_ptr(), *addresses, rows, size, outer],
-        alone=packed.steps.nbytes <= ALONE_BYTES,
-    )
+    sums = torch.empty((min(rows, ROWS_AT_ONCE), packed.steps.shape[0] * OUTPUTS), dtype=torch.float32)
+    body, alone = _body(way.x, way.w, type(ELEMENTS[out.dtype])).address, packed.steps.nbytes <= ALONE_BYTES
+    steps_at, sums_at, row_scale_at = packed.steps.data_ptr(), sums.data_ptr(), 0 if row_scale is None else row_scale.data_ptr()
+    bias_at, scale_at, offsets_at = (0 if each is None else each.data_ptr() for each in (bias, scale, packed.offsets))
+    for first in range(0, rows, ROWS_AT_ONCE):
+        x_at, out_at = x.data_ptr() + first * size * x.itemsize, out.data_ptr() + first * outer * out.itemsize
+        count = min(ROWS_AT_ONCE, rows - first)
+        addresses = [x_at, steps_at, sums_at, out_at, bias_at, scale_at, row_scale_at + 4 * first, offsets_at]
+        run(body, [*addresses, count, size, outer], alone)

@@ -126,7 +126,7 @@ def test_odd_shapes(dtype, outer, inner):
     of_x = torch.float32 if dtype == torch.int8 else dtype
     if dtype == torch.int8:
         scale = torch.full((outer,), 0.5)
-    for count in (1, 2, 3, 4, 5, 6, 7, 9):
+    for count in (1, 2, 3, 4, 5, 6, 7, 9, 259):
         x = torch.randint(-9, 10, (count, inner), generator=torch.Generator().manual_seed(count)).to(of_x)
         out = linear(x, weight, None, False, scale)
         if dtype == torch.int8:

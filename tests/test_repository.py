@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 # Each floor may import itself and the floors before it.
 FLOORS = ("kernels", "model", "capture")
 # What `kernels` needs; a model library down there would turn the house upside down.
-KERNEL_LIBRARIES = {"torch", "triton", "einops", "numpy", "numba"}
+KERNEL_LIBRARIES = {"torch", "triton", "einops", "numpy", "numba", "llvmlite"}
 SKIPPED = {".git", "__pycache__", "build", ".pytest_cache", ".ruff_cache", ".hypothesis", ".ipynb_checkpoints"}
 TEXT_SUFFIXES = {
     "",

@@ -1,27 +1,11 @@
 """Uniform-decode attention on the CPU as one call; see `stepgraph.kernels.attention.cpu`."""
 
-from collections.abc import Callable
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from stepgraph.kernels.attention.cpu import MAX_ROWWISE_QUERY, require_blocks, uniform_decode_attention_cpu
-from stepgraph.kernels.jit import jit_for_threads
-from stepgraph.kernels.numba_support import (
-    ELEMENTS,
-    FLOAT32,
-    INT64,
-    array_at,
-    as_index,
-    exponential,
-    kernel,
-    narrow,
-    thread_in_team,
-    wide,
-)
-from stepgraph.kernels.openmp import run
+from stepgraph.kernels.numba_support import ELEMENTS, INT64, array_at, as_index, exponential, kernel, narrow, wide
 
 
 @kernel
@@ -56,82 +40,52 @@ def _query(q, keys, values, out, scores, wanted, total, start, stop, scale, soft
 
 
 @kernel
-def _bounds(table):
-    """The least and the largest block of a table, which is not empty."""
-    least, largest = table[0, 0], table[0, 0]
-    for row in range(len(table)):
-        for block in range(table.shape[1]):
-            least, largest = min(least, table[row, block]), max(largest, table[row, block])
-    return least, largest
-
-
-@kernel
 def _attention(
-    q, out, table, lengths, k_at, v_at, kv_heads, block_size, k_stride, v_stride, work, scale, window, softcap, element
-):
-    """The items `work[0] .. work[1] - 1`, of which item i is KV head `i % kv_heads` of row `i // kv_heads`, for arrays `q, out
-    [B, Q, H, D]`, `table [B, W]` and `lengths [B]`. Strides are of blocks, in bytes.
+    q_at, k_at, v_at, table_at, lengths_at, out_at, rows, query_len, heads, kv_heads, head_dim, block_size, k_stride, v_stride,
+    table_blocks, num_blocks, scale, window, softcap, element,
+):  # fmt: skip
+    """Returns the least and the largest block of the table, which is not empty; does no more where the cache does not have
+    them. Strides are of blocks, in bytes.
     """
-    _, query_len, heads, head_dim = q.shape
-    capacity, groups, lane = table.shape[1] * block_size, heads // kv_heads, kv_heads * head_dim
+    q = array_at(q_at, (rows, query_len, heads, head_dim), element)
+    out = array_at(out_at, (rows, query_len, heads, head_dim), element)
+    table, lengths = array_at(table_at, (rows, table_blocks), INT64), array_at(lengths_at, (rows,), INT64)
+    least, largest = table[0, 0], table[0, 0]
+    for row in range(rows):
+        for block in range(table_blocks):
+            least, largest = min(least, table[row, block]), max(largest, table[row, block])
+    if least < 0 or largest >= num_blocks:
+        return least, largest
+    capacity, groups, lane = table_blocks * block_size, heads // kv_heads, kv_heads * head_dim
     most = np.int64(0)
-    for length in lengths:
-        most = max(most, min(length, capacity))
+    for row in range(rows):
+        most = max(most, min(lengths[row], capacity))
     keys, values = np.empty((most, head_dim), np.float32), np.empty((most, head_dim), np.float32)
     scores, wanted, total = np.empty(most, np.float32), np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
-    for item in range(work[0], work[1]):
-        row, kv_head = item // kv_heads, item % kv_heads
+    for row in range(rows):
         first = lengths[row] - query_len  # position of query 0
         stored = min(lengths[row], capacity)
         unseen = max(0, first + 1 - window) if window > 0 else 0
-        for block in range(unseen // block_size, -(-stored // block_size)):
-            k = array_at(k_at + table[row, block] * k_stride, (block_size, lane), element)
-            v = array_at(v_at + table[row, block] * v_stride, (block_size, lane), element)
-            for s in range(min(block_size, stored - block * block_size)):
-                for d in range(head_dim):
-                    keys[block * block_size + s, d] = wide(k[s, kv_head * head_dim + d])
-                    values[block * block_size + s, d] = wide(v[s, kv_head * head_dim + d])
-        for i in range(query_len):
-            stop = min(first + i + 1, capacity)
-            start = max(0, first + i + 1 - window) if window > 0 else 0
-            for head in range(kv_head * groups, (kv_head + 1) * groups):
-                if stop <= start:
-                    out[row, i, head] = narrow(np.float32(0), element)
-                else:
-                    _query(
-                        q[row, i, head], keys, values, out[row, i, head], scores, wanted, total, start, stop, scale, softcap,
-                        element,
-                    )  # fmt: skip
-
-
-@cache
-def _body(element_type: type[np.generic]) -> Callable:
-    """What each thread runs: its share of the rows and KV heads. Nothing where the cache does not have a block of the table."""
-    element = element_type(0)
-
-    def body(address):
-        given = array_at(address, (21,), INT64)
-        q_at, k_at, v_at, table_at, lengths_at, out_at, bounds_at, scale_at = given[:8]
-        rows, query_len, heads, head_dim, kv_heads, block_size, k_stride, v_stride, table_blocks, num_blocks = given[8:18]
-        window, number_at, count_at = given[18:]
-        number, count = thread_in_team(number_at, count_at)
-        table, lengths = array_at(table_at, (rows, table_blocks), INT64), array_at(lengths_at, (rows,), INT64)
-        least, largest = _bounds(table)
-        if number == 0:
-            bounds = array_at(bounds_at, (2,), INT64)
-            bounds[0], bounds[1] = least, largest
-        if least < 0 or largest >= num_blocks:
-            return
-        scale, softcap = array_at(scale_at, (2,), FLOAT32)
-        items = rows * kv_heads
-        _attention(
-            array_at(q_at, (rows, query_len, heads, head_dim), element),
-            array_at(out_at, (rows, query_len, heads, head_dim), element),
-            table, lengths, k_at, v_at, kv_heads, block_size, k_stride, v_stride,
-            (items * number // count, items * (number + 1) // count), scale, window, softcap, element,
-        )  # fmt: skip
-
-    return jit_for_threads(body)
+        for kv_head in range(kv_heads):
+            for block in range(unseen // block_size, -(-stored // block_size)):
+                k = array_at(k_at + table[row, block] * k_stride, (block_size, lane), element)
+                v = array_at(v_at + table[row, block] * v_stride, (block_size, lane), element)
+                for s in range(min(block_size, stored - block * block_size)):
+                    for d in range(head_dim):
+                        keys[block * block_size + s, d] = wide(k[s, kv_head * head_dim + d])
+                        values[block * block_size + s, d] = wide(v[s, kv_head * head_dim + d])
+            for i in range(query_len):
+                stop = min(first + i + 1, capacity)
+                start = max(0, first + i + 1 - window) if window > 0 else 0
+                for head in range(kv_head * groups, (kv_head + 1) * groups):
+                    if stop <= start:
+                        out[row, i, head] = narrow(np.float32(0), element)
+                    else:
+                        _query(
+                            q[row, i, head], keys, values, out[row, i, head], scores, wanted, total, start, stop, scale,
+                            softcap, element,
+                        )  # fmt: skip
+    return least, largest
 
 
 def uniform_decode_attention_numba(
@@ -162,10 +116,10 @@ def uniform_decode_attention_numba(
     k_cache, v_cache = (cache if cache[:1].is_contiguous() else cache.contiguous() for cache in (k_cache, v_cache))
     # Held until the call is over: an address keeps nothing alive.
     kept = q.contiguous(), k_cache, v_cache, as_index(block_table), as_index(seq_lens)
-    bounds, numbers = np.empty(2, np.int64), np.array([scale, softcap], np.float32)
-    addresses = [*(tensor.data_ptr() for tensor in kept), out.data_ptr(), bounds.ctypes.data, numbers.ctypes.data]
-    strides = k_cache.stride(0) * k_cache.itemsize, v_cache.stride(0) * v_cache.itemsize
-    sizes = [rows, query_len, heads, head_dim, kv_heads, block_size, *strides, block_table.shape[1], len(k_cache), window]
-    run(_body(type(element)).address, addresses + sizes)
-    require_blocks(*bounds.tolist(), len(k_cache))
+    least, largest = _attention(
+        *(tensor.data_ptr() for tensor in kept), out.data_ptr(), rows, query_len, heads, kv_heads, head_dim, block_size,
+        k_cache.stride(0) * k_cache.itemsize, v_cache.stride(0) * v_cache.itemsize, block_table.shape[1], len(k_cache),
+        np.float32(scale), window, np.float32(softcap), element,
+    )  # fmt: skip
+    require_blocks(least, largest, len(k_cache))
     return out

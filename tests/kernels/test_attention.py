@@ -236,22 +236,6 @@ def test_a_query_row_has_the_bits_of_a_query_alone(dtype, heads, kv_heads, head_
                     assert torch.equal(alone[0, 0], out[row, i]), (query_len, window, softcap, row, i)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_do_not_change_bits(dtype):
-    """More of them than there is work for, too."""
-    inputs = world([9, 0, 30, 4, 17], 3, heads=6, kv_heads=3, head_dim=10, dtype=dtype)
-    threads = torch.get_num_threads()
-    try:
-        outs = []
-        for number in (1, 2, 3, 40):
-            torch.set_num_threads(number)
-            outs.append(call(uniform_decode_attention, inputs))
-            outs.append(call(uniform_decode_attention, inputs, window=5, softcap=3.0))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(outs[i], outs[i + 2]) for i in range(len(outs) - 2))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_do_not_depend_on_batch_order_padding_or_block_placement(dtype):
     inputs = world([9, 30, 4, 17], 3, heads=3, kv_heads=3, head_dim=10, dtype=dtype)

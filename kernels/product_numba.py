@@ -46,26 +46,23 @@ def _ways() -> dict[torch.dtype, Way]:
 WAYS = _ways()
 
 
-@exact
-def _tile(x_like, w_like, rows, again, x_at, w_at, sums_at, size, stride):
-    """`multiply_tile` for any number of rows."""
-    if again:
+def _tile_for(again: int) -> Callable:
+    """`multiply_tile` for any number of rows; numbers that it takes as constants have to be written out."""
+
+    def tile(x_like, w_like, rows, x_at, w_at, sums_at, size, stride):
         if rows == 4:
-            multiply_tile(x_like, w_like, 4, 1, x_at, w_at, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 4, again, x_at, w_at, sums_at, size, stride)
         elif rows == 3:
-            multiply_tile(x_like, w_like, 3, 1, x_at, w_at, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 3, again, x_at, w_at, sums_at, size, stride)
         elif rows == 2:
-            multiply_tile(x_like, w_like, 2, 1, x_at, w_at, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 2, again, x_at, w_at, sums_at, size, stride)
         else:
-            multiply_tile(x_like, w_like, 1, 1, x_at, w_at, sums_at, size, stride)
-    elif rows == 4:
-        multiply_tile(x_like, w_like, 4, 0, x_at, w_at, sums_at, size, stride)
-    elif rows == 3:
-        multiply_tile(x_like, w_like, 3, 0, x_at, w_at, sums_at, size, stride)
-    elif rows == 2:
-        multiply_tile(x_like, w_like, 2, 0, x_at, w_at, sums_at, size, stride)
-    else:
-        multiply_tile(x_like, w_like, 1, 0, x_at, w_at, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 1, again, x_at, w_at, sums_at, size, stride)
+
+    return exact(tile)
+
+
+_first_tile, _last_tile = _tile_for(0), _tile_for(1)
 
 
 @exact
@@ -114,9 +111,11 @@ def _body(x_type: type[np.generic], w_type: type[np.generic], out_type: type[np.
             end = min(begin + BLOCK, last)
             for n in range(begin, end, OUTPUTS):
                 for row in range(0, rows, ROWS):
-                    again = row > 0 and row + ROWS >= rows
                     addresses = x_at + row * size * x_size, w_at + n * size * w_size, sums_at + 4 * (row * stride + n)
-                    _tile(x_like, w_like, min(ROWS, rows - row), again, *addresses, size, stride)
+                    if row > 0 and row + ROWS >= rows:
+                        _last_tile(x_like, w_like, min(ROWS, rows - row), *addresses, size, stride)
+                    else:
+                        _first_tile(x_like, w_like, min(ROWS, rows - row), *addresses, size, stride)
             if of_bytes:
                 scale, row_scale = array_at(scale_at, (outer,), FLOAT32), array_at(row_scale_at, (rows,), FLOAT32)
                 offsets = array_at(offsets_at, (outer,), sum_like)

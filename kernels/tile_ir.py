@@ -25,7 +25,9 @@ from numba import types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-LANES, OUTPUTS, LINE_BYTES = 16, 4, 64
+from stepgraph.kernels.packed import OUTPUTS
+
+LANES, LINE_BYTES = 16, 64
 INT16, INT32, INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
 FLOAT_LANES, INT32_LANES = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(INT32, LANES)
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stepgraph.model.drafters.training.generate import Text
+from stepgraph.model.drafters.training.generate import Text, padded_groups
 
 HELD_OUT = 24  # every 24th text is never trained on, and measures accuracy
 
@@ -86,14 +86,10 @@ class Corpus:
     def batches(self, chosen: list[int], tokens: int, rng: random.Random | None) -> Iterator[Batch]:
         """Batches of up to `tokens` tokens, padding counted, of texts of like length, in an order drawn from `rng`."""
         order = sorted(chosen, key=lambda i: (len(self.texts[i].tokens), rng.random() if rng else 0))
-        groups: list[list[int]] = [[]]
-        for index in order:  # lengths ascend, so the newest is the longest
-            if groups[-1] and (len(groups[-1]) + 1) * len(self.texts[index].tokens) > tokens:
-                groups.append([])
-            groups[-1].append(index)
+        groups = padded_groups(order, [len(self.texts[i].tokens) for i in order], tokens)
         if rng:
             rng.shuffle(groups)
-        yield from (self.batch(group) for group in groups if group)
+        yield from (self.batch(group) for group in groups)
 
     def batch(self, index: list[int]) -> Batch:
         texts = [self.texts[i] for i in index]

@@ -1,8 +1,8 @@
 """Text that the target writes itself: many rows at once, a finished row giving way to the next prompt."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from stepgraph.model.drafters.training.dense import DenseCache, target_forward
 from stepgraph.model.transformer import Transformer
 
+T = TypeVar("T")
 PREFILL_TOKENS = 2048  # padding counted; more at once only spills out of the caches
 
 
@@ -31,6 +32,16 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     law = (logits / torch.where(greedy, 1.0, temperature)[:, None]).softmax(-1).cumsum(-1)
     drawn = torch.searchsorted(law, uniform * law[:, -1:], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return torch.where(greedy, logits.argmax(-1), drawn)
+
+
+def padded_groups(items: Sequence[T], lengths: Sequence[int], most: int) -> list[list[T]]:
+    """Neighbours together, up to `most` tokens a group when padded to the longest of it; `lengths` ascend."""
+    groups: list[list[T]] = []
+    for item, length in zip(items, lengths, strict=True):
+        if not groups or (len(groups[-1]) + 1) * length > most:
+            groups.append([])
+        groups[-1].append(item)
+    return groups
 
 
 @torch.no_grad()
@@ -107,15 +118,9 @@ def _prefill(target: Transformer, cache: DenseCache, prompts: list[tuple[int, li
     """Run prompts, as (row, tokens), through the target, those of like length together: short ones are padded, and what padding
     writes is written over.
     """
-    groups: list[list[tuple[int, list[int]]]] = [[]]
-    for row, tokens in sorted(prompts, key=lambda prompt: len(prompt[1])):  # lengths ascend, so the newest is the longest
-        if groups[-1] and (len(groups[-1]) + 1) * len(tokens) > PREFILL_TOKENS:
-            groups.append([])
-        if tokens:
-            groups[-1].append((row, tokens))
-    for group in groups:
-        if group:
-            _prefill_padded(target, cache, group)
+    some = sorted((prompt for prompt in prompts if prompt[1]), key=lambda prompt: len(prompt[1]))
+    for group in padded_groups(some, [len(tokens) for _, tokens in some], PREFILL_TOKENS):
+        _prefill_padded(target, cache, group)
 
 
 def _prefill_padded(target: Transformer, cache: DenseCache, prompts: list[tuple[int, list[int]]]) -> None:

@@ -51,13 +51,13 @@ def _tile_for(again: int) -> Callable:
 
     def tile(x_like, w_like, rows, x_at, w_at, sums_at, size, stride):
         if rows == 4:
-            multiply_tile(x_like, w_like, 4, again, x_at, w_at, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 4, again, x_at, w_at, 0, sums_at, size, stride)
         elif rows == 3:
-            multiply_tile(x_like, w_like, 3, again, x_at, w_at, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 3, again, x_at, w_at, 0, sums_at, size, stride)
         elif rows == 2:
-            multiply_tile(x_like, w_like, 2, again, x_at, w_at, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 2, again, x_at, w_at, 0, sums_at, size, stride)
         else:
-            multiply_tile(x_like, w_like, 1, again, x_at, w_at, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 1, again, x_at, w_at, 0, sums_at, size, stride)
 
     return exact(tile)
 

@@ -75,13 +75,18 @@ def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
     _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(INT32, value) for value in (0, 3, 1)))
 
 
-def _fused(builder, total, x, w):
+def fused(builder, total, x, w):
+    """`total + x * w`, rounded once."""
     return _call(builder, "llvm.fma.v16f32", total.type, x, w, total)
 
 
+def widened_bits(builder, bits):
+    """The bits of bfloat16 numbers, as float32."""
+    return builder.bitcast(builder.shl(builder.zext(bits, INT32_LANES), _each(16)), FLOAT_LANES)
+
+
 def _widened(builder, total, x, w):
-    bits = builder.shl(builder.zext(w, INT32_LANES), _each(16))
-    return _fused(builder, total, x, builder.bitcast(bits, FLOAT_LANES))
+    return fused(builder, total, x, widened_bits(builder, w))
 
 
 def _bfloat_pairs(builder, total, x, w):
@@ -122,7 +127,7 @@ def step_of(x: types.Type, w: types.Type) -> Step:
         return Step(2 * LANES, INT32_LANES, INT32_LANES, FLOAT_LANES, _bfloat_pairs)
     if (x, w) == (types.float32, types.uint16):
         return Step(LANES, FLOAT_LANES, ir.VectorType(INT16, LANES), FLOAT_LANES, _widened)
-    return Step(LANES, FLOAT_LANES, FLOAT_LANES, FLOAT_LANES, _fused)
+    return Step(LANES, FLOAT_LANES, FLOAT_LANES, FLOAT_LANES, fused)
 
 
 def _folded(builder: ir.IRBuilder, totals: list[ir.Value], add: Callable) -> ir.Value:
@@ -143,16 +148,18 @@ def _folded(builder: ir.IRBuilder, totals: list[ir.Value], add: Callable) -> ir.
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tile(typing_context, x_like, w_like, rows, again, x_at, w_at, sums_at, size, stride):
-    """In a kernel: `rows` (1 .. 4, a constant) rows at `x_at`, of `size` values, a multiple of a step's, times the four outputs
-    whose steps take turns from `w_at` on, into `sums[m * stride + n]` at `sums_at`: float32, or int32 if bytes are multiplied.
+def multiply_tile(typing_context, x_like, w_like, rows, again, x_at, w_at, apart, sums_at, size, stride):
+    """In a kernel: `rows` (1 .. 4, a constant) rows at `x_at`, of `size` values, a multiple of a step's, times four outputs,
+    into `sums[m * stride + n]` at `sums_at`: float32, or int32 if bytes are multiplied. The outputs' values start at `w_at`,
+    `apart` bytes from one output to the next, or where that is the constant 0 their steps take turns.
     `again` (0 or 1, a constant): these weights were just read for other rows; meanwhile those that follow them are fetched.
     """
     given, count, again = (x_like, w_like, rows, again), rows.literal_value, again.literal_value
+    in_turns = getattr(apart, "literal_value", None) == 0
 
     def generate(context, builder, signature, args):
         step = step_of(*signature.args[:2])
-        x_at, w_at, sums_at, size, stride = args[4:]
+        x_at, w_at, apart, sums_at, size, stride = args[4:]
         x_bytes, w_bytes = (vector.get_abi_size(context.target_data) for vector in (step.x, step.w))
         before, loop, after = builder.block, builder.append_basic_block("steps"), builder.append_basic_block("fold")
 
@@ -169,12 +176,16 @@ def multiply_tile(typing_context, x_like, w_like, rows, again, x_at, w_at, sums_
 
         builder.position_at_end(loop)
         number, totals = builder.phi(INT64), [builder.phi(step.total) for _ in range(count * OUTPUTS)]
-        step_at = builder.add(w_at, builder.mul(number, constant(OUTPUTS * w_bytes)))
+        step_at = builder.add(w_at, builder.mul(number, constant((OUTPUTS if in_turns else 1) * w_bytes)))
         if again:
             following_at = builder.add(step_at, builder.mul(steps, constant(OUTPUTS * w_bytes)))
             for offset in range(0, OUTPUTS * w_bytes, LINE_BYTES):
                 _prefetch(builder, builder.add(following_at, constant(offset)))
-        weights = [load(builder.add(step_at, constant(output * w_bytes)), step.w, w_bytes) for output in range(OUTPUTS)]
+        steps_at = [
+            builder.add(step_at, constant(output * w_bytes) if in_turns else builder.mul(apart, constant(output)))
+            for output in range(OUTPUTS)
+        ]
+        weights = [load(output_at, step.w, w_bytes if in_turns else 1) for output_at in steps_at]
         x_offset, added = builder.mul(number, constant(x_bytes)), []
         for row, row_at in enumerate(rows_at):
             x = load(builder.add(row_at, x_offset), step.x, 1)
@@ -194,4 +205,4 @@ def multiply_tile(typing_context, x_like, w_like, rows, again, x_at, w_at, sums_
             builder.store(part, builder.inttoptr(at, ir.PointerType(part.type)), align=4)
         return context.get_dummy_value()
 
-    return types.void(*given, *[types.int64] * 5), generate
+    return types.void(*given, types.int64, types.int64, apart, *[types.int64] * 3), generate

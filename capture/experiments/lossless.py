@@ -56,7 +56,7 @@ def joint_law(target: Transformer, prompt: list[int], length: int) -> np.ndarray
     vocab = target.config.vocab_size
     texts = torch.cartesian_prod(*[torch.arange(vocab)] * length).view(-1, length)
     tokens = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], 1)
-    hidden, _ = target_forward(target, tokens, torch.arange(tokens.shape[1])[None])
+    hidden, _ = target_forward(target, tokens)
     laws = target.logits(hidden[:, len(prompt) - 1 : -1]).softmax(-1)
     return laws.gather(-1, texts[..., None])[..., 0].prod(-1).view((vocab,) * length).double().numpy()
 

@@ -7,7 +7,9 @@ add to the data, but not once training has begun.
 """
 
 import argparse
+import copy
 import json
+import os
 import shlex
 import sys
 import time
@@ -23,9 +25,11 @@ from stepgraph.model.checkpoint.eagle3 import load_eagle3, save_eagle3
 from stepgraph.model.drafters.training.card import CARD, card
 from stepgraph.model.drafters.training.corpus import Corpus
 from stepgraph.model.drafters.training.generate import write_texts
-from stepgraph.model.drafters.training.prompts import encode, prompt_stream
+from stepgraph.model.drafters.training.prompts import asked_by, encode, prompt_stream
 from stepgraph.model.drafters.training.start import copy_in_float32, new_head, widened
 from stepgraph.model.drafters.training.trainer import Trainer, TrainOptions
+from stepgraph.model.quantize import WEIGHTS, quantize_int8
+from stepgraph.model.transformer import Transformer, pack_weights
 
 DRAFT_VOCAB = 8192
 MODULE = "python -m stepgraph.model.drafters.train_eagle3"
@@ -37,6 +41,13 @@ def build_parser() -> argparse.ArgumentParser:
     add("--target", default="smollm2-135m", help="model to draft for, as for stepgraph generate --model")
     add("--out", type=Path, required=True, help="working folder; the head is written to OUT/head")
     add("--prompts", nargs="*", default=[], metavar="FILE", help="prompt files (.jsonl with prompt, or a text a line)")
+    add("--self-prompts", type=int, default=0, metavar="N", help="N more prompts, written by the target as if it were the user")
+    add(
+        "--text-weights",
+        choices=WEIGHTS,
+        help="what the texts are written with, instead of the target as it is; the head learns from the target as it is",
+    )
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], help="each text is written at one of these")
     add("--data-minutes", type=float, help="stop writing texts after this long (default 20, unless --max-tokens is given)")
     add("--max-tokens", type=int, help="stop writing texts at this many tokens")
     add("--train-minutes", type=float, help="stop training after this long")
@@ -90,9 +101,35 @@ def faster_dtype(device: str) -> torch.dtype:
     return min(seconds, key=seconds.__getitem__)
 
 
+def writer_of(target: Transformer, weights: str | None) -> Transformer:
+    """What texts are written with: the target, or a copy of it with int8 weights, at twice the rate on a CPU."""
+    if weights is None:
+        return target
+    writer = copy.deepcopy(target)
+    quantize_int8(writer)
+    pack_weights(writer)
+    return writer
+
+
+def self_prompts(loaded: LoadedModel, writer: Transformer, args: argparse.Namespace) -> list[Path]:
+    """The file of prompts that the target has written, in a list; none where none are asked for."""
+    if args.self_prompts == 0:
+        return []
+    path = args.out / "self-prompts.jsonl"
+    if not path.exists():
+        asked = asked_by(writer, loaded.tokenizer, args.self_prompts, args.rows, args.seed)
+        lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in tqdm(asked, "prompts", args.self_prompts)]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(lines), encoding="utf-8")
+        os.replace(partial, path)
+    return [path]
+
+
 def write_data(loaded: LoadedModel, corpus: Corpus, args: argparse.Namespace) -> None:
     """Add shards to the corpus until its budget of minutes or tokens is spent."""
-    target, tokenizer = loaded.model, loaded.tokenizer
+    target, tokenizer = writer_of(loaded.model, args.text_weights), loaded.tokenizer
+    files = [*args.prompts, *self_prompts(loaded, target, args)]
     minutes = args.data_minutes if args.data_minutes is not None else (None if args.max_tokens else 20.0)
     eos = tokenizer.eos_token_ids if tokenizer else target.config.eos_token_ids
 
@@ -104,7 +141,7 @@ def write_data(loaded: LoadedModel, corpus: Corpus, args: argparse.Namespace) ->
     with tqdm(desc="writing", unit="tok", unit_scale=True, initial=corpus.tokens, total=args.max_tokens) as bar:
         while left():
             # Shard i depends on the seed and on i alone, so an interrupted run writes the same ones.
-            stream = islice(prompt_stream(args.prompts, args.seed), corpus.prompts, corpus.prompts + args.shard_texts)
+            stream = islice(prompt_stream(files, args.seed), corpus.prompts, corpus.prompts + args.shard_texts)
             prompts = (encode(text, tokenizer, target.config.vocab_size, args.max_len // 2) for text in stream)
             start_s, before_s, texts = time.perf_counter(), corpus.seconds, []
 
@@ -113,6 +150,7 @@ def write_data(loaded: LoadedModel, corpus: Corpus, args: argparse.Namespace) ->
 
             seed = args.seed * 1_000_003 + corpus.shards
             options = {"rows": min(args.rows, args.shard_texts), "max_len": args.max_len, "eos": eos, "seed": seed}
+            options["temperatures"] = tuple(args.temperatures)
             for text in write_texts(target, prompts, out_of_time=out_of_time, **options):
                 texts.append(text)
                 bar.update(len(text.tokens) - text.prompt_len)

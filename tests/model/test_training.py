@@ -13,7 +13,7 @@ from stepgraph.model.checkpoint import load_model
 from stepgraph.model.checkpoint.eagle3 import load_eagle3
 from stepgraph.model.drafters.train_eagle3 import main
 from stepgraph.model.drafters.training.corpus import Corpus
-from stepgraph.model.drafters.training.dense import DenseCache, target_forward
+from stepgraph.model.drafters.training.dense import target_forward
 from stepgraph.model.drafters.training.generate import sample, write_texts
 from stepgraph.model.drafters.training.hidden_store import HiddenStore
 from stepgraph.model.drafters.training.loss import Teacher, soft_cross_entropy, teacher_of
@@ -40,19 +40,9 @@ def test_dense_forward_equals_the_paged_one(family):
     expected = paged(model, TOKENS, (0, 2, 3))
     tokens = torch.tensor([TOKENS, TOKENS[::-1]])
     with torch.no_grad():
-        found = target_forward(model, tokens, torch.arange(len(TOKENS))[None], (0, 2, 3))
+        found = target_forward(model, tokens, (0, 2, 3))
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours[0], theirs, rtol=0, atol=1e-12)
-        # The same with a cache: a start of another length in each row, then one token at a time.
-        cache, lengths = DenseCache(model, 2, 16), torch.tensor([4, 2])
-        start = torch.arange(4)[None].expand(2, -1)
-        target_forward(model, tokens[:, :4], start, cache=cache, seen=4)
-        for _ in range(5):
-            column = lengths[:, None]
-            hidden, _ = target_forward(model, tokens.gather(1, column), column, cache=cache, seen=int(lengths.max()) + 1)
-            torch.testing.assert_close(hidden[0, 0], expected[0][int(lengths[0])], rtol=0, atol=1e-12)
-            torch.testing.assert_close(hidden[1, 0], found[0][1, int(lengths[1])], rtol=0, atol=1e-12)
-            lengths += 1
 
 
 @pytest.mark.parametrize("options", [{}, {"family": "qwen3", "qk_norm": True}, {"norm_first": True}])
@@ -208,7 +198,7 @@ def test_stored_hidden_states_are_those_that_would_be_recomputed(tmp_path):
     batch = corpus.batch([3, 1])
     layers = load_eagle3(tmp_path / "--store-hidden" / "head", target).eagle.feature_layers
     with torch.no_grad():
-        states = torch.cat(target_forward(target, batch.tokens, torch.arange(batch.tokens.shape[1])[None], layers), -1)
+        states = torch.cat(target_forward(target, batch.tokens, layers), -1)
     kept = store.get(batch)
     for row, length in enumerate(batch.lengths.tolist()):
         torch.testing.assert_close(kept[row, :length].float(), states[row, :length], rtol=2**-8, atol=1e-6)

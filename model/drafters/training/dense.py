@@ -1,4 +1,4 @@
-"""Forward passes over whole batches with contiguous keys and values, for training and for writing training data.
+"""Forward passes over whole texts side by side, for training.
 
 The paged ops of `stepgraph.kernels` keep each row's bits free of its neighbours, one row at a time on a CPU, and have no
 gradient. Here neither is wanted; the same weights give the same numbers up to rounding (`tests/model/test_training.py`).
@@ -13,22 +13,6 @@ from torch import Tensor
 from stepgraph.kernels.rope_kv import rotate_reference
 from stepgraph.model.config import ModelConfig
 from stepgraph.model.transformer import Transformer
-
-
-class DenseCache:
-    """Keys and values of `rows` texts of up to `length` tokens: `storage [layers, 2, rows, KV, length, D]`."""
-
-    def __init__(self, target: Transformer, rows: int, length: int):
-        config = target.config
-        shape = (config.num_layers, 2, rows, config.num_kv_heads, length, config.head_dim)
-        self.storage = torch.zeros(shape, dtype=target.dtype, device=target.device)
-
-    def write(self, layer: int, positions: Tensor, k: Tensor, v: Tensor, seen: int) -> tuple[Tensor, Tensor]:
-        """Store `k, v [B, Q, KV, D]` at `positions [B, Q]`; returns all keys and values below position `seen`."""
-        rows = torch.arange(k.shape[0], device=k.device)[:, None]
-        keys, values = self.storage[layer]
-        keys[rows, :, positions], values[rows, :, positions] = k, v
-        return keys[:, :, :seen], values[:, :, :seen]
 
 
 def split_heads(qkv: Tensor, config: ModelConfig) -> list[Tensor]:
@@ -52,39 +36,29 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
 def target_forward(
     target: Transformer,
     tokens: Tensor,
-    positions: Tensor,
     feature_layers: Sequence[int] = (),
-    cache: DenseCache | None = None,
-    seen: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Final-normed hidden states `[B, Q, hidden]` and features `[B, Q, hidden * layers]` (None where none are asked for).
 
     Args:
         target: the model.
-        tokens: `[B, Q]` int64.
-        positions: `[B, Q]` int64, or `[1, Q]` for all rows the same; without a cache they have to be 0 .. Q − 1.
+        tokens: `[B, Q]` int64, texts from their start; what a text is filled up with comes last and changes nothing before it.
         feature_layers: see `Transformer.hidden_and_features`.
-        cache: what holds earlier tokens, and takes these; None: the tokens see only each other.
-        seen: with a cache, a bound on the positions there are.
     """
     config, eps, width = target.config, target.config.rms_norm_eps, (target.config.hidden_size,)
-    key_positions = torch.arange(tokens.shape[1] if cache is None else seen, device=tokens.device)
+    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     x, streams = F.embedding(tokens, target.embed), {}
     for index, layer in enumerate(target.layers):
         if index in feature_layers:
             streams[index] = x
-        visible = key_positions <= positions[..., None]
+        visible = positions <= positions[..., None]
         if layer.window > 0:
-            visible = visible & (key_positions > positions[..., None] - layer.window)
+            visible = visible & (positions > positions[..., None] - layer.window)
         q, k, v = split_heads(F.linear(F.rms_norm(x, width, layer.input_norm, eps), layer.qkv_weight, layer.qkv_bias), config)
         if layer.q_norm is not None:
             q, k = (F.rms_norm(part, (config.head_dim,), norm, eps) for part, norm in ((q, layer.q_norm), (k, layer.k_norm)))
         q, k = rotate_reference(q, positions, target.rope), rotate_reference(k, positions, target.rope)
-        if cache is None:
-            keys, values = k.transpose(1, 2), v.transpose(1, 2)
-        else:
-            keys, values = cache.write(index, positions, k, v, seen)
-        x = x + F.linear(attend(q, keys, values, visible), layer.o_weight, layer.o_bias)
+        x = x + F.linear(attend(q, k.transpose(1, 2), v.transpose(1, 2), visible), layer.o_weight, layer.o_bias)
         gate, up = F.linear(F.rms_norm(x, width, layer.post_norm, eps), layer.gate_up_weight, layer.gate_up_bias).chunk(2, -1)
         x = x + F.linear(F.silu(gate) * up, layer.down_weight, layer.down_bias)
     streams[len(target.layers)] = x

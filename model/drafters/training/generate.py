@@ -7,11 +7,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from stepgraph.model.drafters.training.dense import DenseCache, target_forward
+from stepgraph.model.kv_cache import PagedKV
+from stepgraph.model.rows import query_rows
 from stepgraph.model.transformer import Transformer
 
 T = TypeVar("T")
 PREFILL_TOKENS = 2048  # padding counted; more at once only spills out of the caches
+SAMPLED_AT_ONCE = 16  # rows whose laws exist at the same time, for the same reason
+BLOCK_SIZE = 64
 
 
 class Text(NamedTuple):
@@ -27,11 +30,12 @@ def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     Inversion (softmax, cumulative sum, binary search) costs a tenth of `torch.multinomial` over a large vocabulary on a CPU.
     The draws of training data need not be those of the product.
     """
-    logits = logits.float()
-    greedy = temperature <= 0
-    law = (logits / torch.where(greedy, 1.0, temperature)[:, None]).softmax(-1).cumsum(-1)
-    drawn = torch.searchsorted(law, uniform * law[:, -1:], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return torch.where(greedy, logits.argmax(-1), drawn)
+    tokens = logits.argmax(-1)
+    for rows in (temperature > 0).nonzero()[:, 0].split(SAMPLED_AT_ONCE):
+        law = (logits[rows].float() / temperature[rows, None]).softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(law, uniform[rows] * law[:, -1:], right=True)[:, 0]
+        tokens[rows] = drawn.clamp(max=logits.shape[-1] - 1)
+    return tokens
 
 
 def padded_groups(items: Sequence[T], lengths: Sequence[int], most: int) -> list[list[T]]:
@@ -69,7 +73,10 @@ def write_texts(
     """
     waiting, ends, device = iter(prompts), set(eos), target.device
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-    cache = DenseCache(target, rows, max_len)
+    # Each row keeps its own blocks; block 0 is nobody's.
+    blocks = -(-max_len // BLOCK_SIZE)
+    table = torch.arange(1, 1 + rows * blocks, device=device).view(rows, blocks)
+    kv = PagedKV(target.config, num_blocks=1 + rows * blocks, block_size=BLOCK_SIZE, dtype=target.dtype, device=device)
     texts: list[Text | None] = [None] * rows
     lengths, last = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64)
     temperature = torch.zeros(rows)
@@ -90,17 +97,19 @@ def write_texts(
                 texts[row] = Text(list(prompt), len(prompt))
                 lengths[row], last[row], temperature[row] = len(prompt) - 1, prompt[-1], rng.choice(temperatures)
                 fresh.append(row)
-            _prefill(target, cache, [(row, texts[row].tokens[:-1]) for row in fresh])
+            _prefill(target, kv, [(table[row], texts[row].tokens[:-1]) for row in fresh])
         busy = [row for row in range(rows) if texts[row] is not None]
         if not busy:
             return
         if exhausted and 2 * len(busy) <= rows:  # the tail: no more prompts, so idle rows would only cost time
-            cache.storage = cache.storage[:, :, torch.tensor(busy, device=device)]
-            lengths, last, temperature = (values[busy] for values in (lengths, last, temperature))
+            lengths, last, temperature, table = (values[busy] for values in (lengths, last, temperature, table))
             texts, rows = [texts[row] for row in busy], len(busy)
-        seen = int(lengths.max()) + 1
-        at = lengths[:, None].to(device)
-        hidden, _ = target_forward(target, last[:, None].to(device), at, cache=cache, seen=seen)
+            busy = list(range(rows))
+        live = torch.zeros(rows, dtype=torch.bool)
+        live[busy] = True
+        at = lengths.to(device)
+        query = query_rows(at, 1, table, BLOCK_SIZE, live.to(device), at + 1)
+        hidden = target.hidden(last[:, None].to(device), query, kv)
         uniform = torch.rand(rows, 1, generator=generator)
         last = sample(target.logits(hidden[:, 0]), temperature.to(device), uniform.to(device)).cpu()
         for row, token in enumerate(last.tolist()):
@@ -114,20 +123,14 @@ def write_texts(
                 yield text
 
 
-def _prefill(target: Transformer, cache: DenseCache, prompts: list[tuple[int, list[int]]]) -> None:
-    """Run prompts, as (row, tokens), through the target, those of like length together: short ones are padded, and what padding
-    writes is written over.
-    """
+def _prefill(target: Transformer, kv: PagedKV, prompts: list[tuple[Tensor, list[int]]]) -> None:
+    """Run prompts, as (their blocks, tokens), through the target, those of like length together: short ones are padded."""
     some = sorted((prompt for prompt in prompts if prompt[1]), key=lambda prompt: len(prompt[1]))
-    for group in padded_groups(some, [len(tokens) for _, tokens in some], PREFILL_TOKENS):
-        _prefill_padded(target, cache, group)
-
-
-def _prefill_padded(target: Transformer, cache: DenseCache, prompts: list[tuple[int, list[int]]]) -> None:
-    longest = max(len(tokens) for _, tokens in prompts)
-    padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for _, tokens in prompts], device=target.device)
-    own = DenseCache(target, len(prompts), longest)
-    positions = torch.arange(longest, device=target.device)[None].expand(len(prompts), -1)
-    target_forward(target, padded, positions, cache=own, seen=longest)
-    rows = torch.tensor([row for row, _ in prompts], device=target.device)
-    cache.storage[:, :, rows, :, :longest] = own.storage
+    lengths = [len(tokens) for _, tokens in some]
+    for group in padded_groups(some, lengths, PREFILL_TOKENS):
+        blocks, texts = zip(*group, strict=True)
+        known = torch.tensor([len(tokens) for tokens in texts], device=target.device)
+        longest = int(known.max())
+        padded = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in texts], device=target.device)
+        first, live = torch.zeros_like(known), torch.ones_like(known, dtype=torch.bool)
+        target.hidden(padded, query_rows(first, longest, torch.stack(blocks), BLOCK_SIZE, live, known), kv)

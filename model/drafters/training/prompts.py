@@ -1,4 +1,4 @@
-"""The stream of prompts that training data is written from: templates, and files of the user's own."""
+"""The stream of prompts that training data is written from: templates, files of the user's own, and what the target asks."""
 
 import itertools
 import json
@@ -6,8 +6,13 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from stepgraph.model.drafters.training.generate import write_texts
 from stepgraph.model.drafters.training.templates import template_prompts
 from stepgraph.model.tokenizer import Tokenizer
+from stepgraph.model.transformer import Transformer
+
+ASKED_TOKENS = 64  # of a prompt that the target writes; longer ones seldom end, and wander
+ASKED_TEMPERATURE = 0.8
 
 
 def read_prompt_file(path: str | Path) -> list[str]:
@@ -60,3 +65,28 @@ def encode(text: str, tokenizer: Tokenizer | None, vocab_size: int, longest: int
         return tokenizer.encode(text)[:longest]
     rendered = tokenizer.apply_chat_template([{"role": "user", "content": text}])
     return tokenizer.encode(rendered, add_special_tokens=False)[:longest]
+
+
+def asked_by(target: Transformer, tokenizer: Tokenizer, count: int, rows: int, seed: int) -> Iterator[str]:
+    """`count` different prompts, as the target thinks its users write: what it writes itself where a chat template has the
+    user speak (Xu et al. 2024, "Magpie"). A target that was not trained on its users' words writes none that end.
+
+    Raises:
+        ValueError: the target has no chat template, or one in twenty of what it writes would do at most.
+    """
+    mark = "\x00"
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise ValueError("the target has no chat template, so it cannot write prompts; --self-prompts 0 is allowed")
+    before = tokenizer.apply_chat_template([{"role": "user", "content": mark}]).partition(mark)[0]
+    start, ends = tokenizer.encode(before, add_special_tokens=False), set(tokenizer.eos_token_ids)
+    written = set()
+    options = {"rows": rows, "max_len": len(start) + ASKED_TOKENS, "eos": ends, "temperatures": (ASKED_TEMPERATURE,)}
+    for tries, text in enumerate(write_texts(target, itertools.repeat(start), seed=seed, **options), 1):
+        prompt = tokenizer.decode(text.tokens[text.prompt_len : -1]).strip()
+        if text.tokens[-1] in ends and prompt and prompt not in written:
+            written.add(prompt)
+            yield prompt
+        if len(written) == count:
+            return
+        if tries > 20 * (len(written) + rows):
+            raise ValueError(f"the target wrote {len(written)} prompts in {tries} tries; --self-prompts 0 is allowed")

@@ -170,8 +170,7 @@ class Trainer:
         """Final hidden states and features of a batch, `[B, T, ..]`, in the target's dtype."""
         kept = self.store.get(batch) if self.store is not None else None
         if kept is None:
-            at = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            kept = torch.cat(target_forward(self.target, tokens, at, self.head.eagle.feature_layers), -1)
+            kept = torch.cat(target_forward(self.target, tokens, self.head.eagle.feature_layers), -1)
             if self.store is not None:
                 # Rounded at the first use as at every later one, so that it does not matter where a run was interrupted.
                 kept = kept.to(torch.bfloat16)

@@ -22,6 +22,9 @@ from stepgraph.capture.phases import named_range, phase_of
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.kernels.registry import implementation_on_cpu, is_overridden
 
+# The same without the way through the registry of operators, which for a view is most of it.
+METHODS = {torch.ops.aten.view.default: Tensor.view, torch.ops.aten.unbind.int: Tensor.unbind}
+
 
 @dataclass(frozen=True)
 class TracedStep:
@@ -93,7 +96,7 @@ def _bind(graph: GraphModule) -> GraphModule:
     bound = GraphModule(graph, deepcopy(graph.graph))
     for node in bound.graph.nodes:
         if node.op == "call_function":
-            node.target = implementation_on_cpu(node.target) or node.target
+            node.target = implementation_on_cpu(node.target) or METHODS.get(node.target, node.target)
         elif node.op == "call_module":  # a piece of a step that was cut
             setattr(bound, node.target, _bind(getattr(graph, node.target)))
     bound.recompile()

@@ -40,12 +40,12 @@ def linear_numba(x: Tensor, weight: Tensor, bias: Tensor | None, invariant: bool
     many = weight.dtype == torch.bfloat16 and not invariant and x.numel() >= MATRIX_ROWS * inner
     if packed is None or many or x.numel() == 0 or x.dtype not in ELEMENTS:
         return linear_cpu(x, weight, bias, invariant, scale)
-    rows, bias = x.reshape(-1, inner).contiguous(), None if bias is None else bias.contiguous()
-    out, row_scale = x.new_empty((*x.shape[:-1], outer)), None
+    x, bias, row_scale = x.contiguous(), None if bias is None else bias.contiguous(), None
+    out = x.new_empty((*x.shape[:-1], outer))
     if scale is not None:
-        scale, element = scale.contiguous(), ELEMENTS[x.dtype]
-        shifted, row_scale = torch.empty(rows.shape, dtype=torch.uint8), torch.empty(rows.shape[0])
-        _quantize(rows.data_ptr(), shifted.data_ptr(), row_scale.data_ptr(), *rows.shape, element)
-        rows = shifted
-    multiply(rows, packed, bias, scale, row_scale, out)
+        scale, rows = scale.contiguous(), x.numel() // inner
+        shifted, row_scale = torch.empty((rows, inner), dtype=torch.uint8), torch.empty(rows)
+        _quantize(x.data_ptr(), shifted.data_ptr(), row_scale.data_ptr(), rows, inner, ELEMENTS[x.dtype])
+        x = shifted
+    multiply(x, packed, bias, scale, row_scale, out)
     return out

@@ -19,7 +19,7 @@ from stepgraph.kernels.jit import jit
 
 # NumPy has no bfloat16: its bits stand for it. A kernel gets one of these values, whose type says what its addresses point to.
 ELEMENTS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-INT64, FLOAT32 = np.int64(0), np.float32(0)  # the same for indices, and for what is float32 whatever the dtype
+INT64, INT32, FLOAT32 = np.int64(0), np.int32(0), np.float32(0)  # the same for what they are whatever the dtype
 # 1.5 · 2²³: the sum of a float32 and this is rounded to an integer, ties to even, which its low bits hold.
 TO_INTEGER = np.float32(12582912.0)
 

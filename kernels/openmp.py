@@ -1,6 +1,7 @@
 """PyTorch's own threads for our loops: a second pool of threads would fight the first for the cores."""
 
 import ctypes
+from array import array
 from functools import cache
 from typing import NamedTuple
 
@@ -35,11 +36,11 @@ def run(body_at: int, numbers: list[int], alone: bool = False) -> None:
     """
     workers = None if alone or torch.get_num_threads() == 1 else team()
     number_at, count_at = (0, 0) if workers is None else workers[1:]
-    argument = (ctypes.c_int64 * (len(numbers) + 2))(*numbers, number_at, count_at)
+    argument = array("q", [*numbers, number_at, count_at])
     if workers is None:
-        _BODY(body_at)(ctypes.addressof(argument))
+        _BODY(body_at)(argument.buffer_info()[0])
     else:
-        workers.parallel(body_at, ctypes.addressof(argument), torch.get_num_threads(), 0)
+        workers.parallel(body_at, argument.buffer_info()[0], torch.get_num_threads(), 0)
 
 
 _BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from stepgraph.kernels.jit import jit_for_threads
-from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, INT64, array_at, exact, narrow, thread_in_team, wide
+from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, INT32, INT64, array_at, exact, narrow, thread_in_team, wide
 from stepgraph.kernels.openmp import run
 from stepgraph.kernels.packed import OUTPUTS, Packed
 from stepgraph.kernels.tile_ir import fuses, has, multiply_tile
 
 ROWS = 4 if has("avx512f") else 1  # of a tile: its accumulators have to fit into registers
 ROWS_AT_ONCE = 256  # so that scratch memory has a bound
-BLOCK = 128  # outputs whose sums are finished while they are near
+BLOCK = 128  # outputs whose sums a thread finishes while they are near
 ALONE_BYTES = 1 << 17  # a weight that is read before another thread has woken up
 
 
@@ -67,14 +67,14 @@ _first_tile, _last_tile = _tile_for(0), _tile_for(1)
 
 @exact
 def _finish_floats(sums, bias, out, rows, first, last, like):
-    """Sums of the outputs `first .. last - 1` as they leave the product."""
+    """`sums [rows, BLOCK]`, of the outputs `first .. last - 1`, as they leave the product."""
     for row in range(rows):
         if len(bias) == 0:
-            for n in range(first, last):
-                out[row, n] = narrow(sums[row, n], like)
+            for n in range(last - first):
+                out[row, first + n] = narrow(sums[row, n], like)
         else:
-            for n in range(first, last):
-                out[row, n] = narrow(sums[row, n] + wide(bias[n]), like)
+            for n in range(last - first):
+                out[row, first + n] = narrow(sums[row, n] + wide(bias[first + n]), like)
 
 
 @exact
@@ -82,7 +82,7 @@ def _finish_bytes(sums, offsets, scale, row_scale, bias, out, rows, first, last,
     """The same for sums of bytes, rounded where `linear_int8_reference` rounds."""
     for row in range(rows):
         for n in range(first, last):
-            value = np.float32(np.float32(np.int32(sums[row, n] - offsets[n])) * scale[n]) * row_scale[row]
+            value = np.float32(np.float32(np.int32(sums[row, n - first] - offsets[n])) * scale[n]) * row_scale[row]
             if len(bias) == 0:
                 out[row, n] = narrow(value, like)
             else:
@@ -95,30 +95,29 @@ def _body(x_type: type[np.generic], w_type: type[np.generic], out_type: type[np.
     # Numbers stand for their types; as keys of the cache they would all be 0, and equal.
     x_like, w_like, out_like = x_type(0), w_type(0), out_type(0)
     x_size, w_size, of_bytes = x_like.itemsize, w_like.itemsize, w_type is np.int8
-    sum_like = np.int32(0) if of_bytes else FLOAT32
+    sum_type = np.int32 if of_bytes else np.float32
 
     def body(address):
-        given = array_at(address, (13,), INT64)
-        x_at, w_at, sums_at, out_at, bias_at, scale_at, row_scale_at, offsets_at = given[:8]
-        rows, size, outer, number_at, count_at = given[8:]
+        given = array_at(address, (12,), INT64)
+        x_at, w_at, out_at, bias_at, scale_at, row_scale_at, offsets_at, rows, size, outer, number_at, count_at = given
         number, count = thread_in_team(number_at, count_at)
         tiles = -(-outer // OUTPUTS)
-        stride = tiles * OUTPUTS
-        sums, out = array_at(sums_at, (rows, stride), sum_like), array_at(out_at, (rows, outer), out_like)
+        sums, out = np.empty((rows, BLOCK), sum_type), array_at(out_at, (rows, outer), out_like)
+        sums_at = np.int64(sums.ctypes.data)
         bias = array_at(bias_at, (outer if bias_at else 0,), out_like)
         last = tiles * (number + 1) // count * OUTPUTS
         for begin in range(tiles * number // count * OUTPUTS, last, BLOCK):
             end = min(begin + BLOCK, last)
             for n in range(begin, end, OUTPUTS):
                 for row in range(0, rows, ROWS):
-                    addresses = x_at + row * size * x_size, w_at + n * size * w_size, sums_at + 4 * (row * stride + n)
+                    addresses = x_at + row * size * x_size, w_at + n * size * w_size, sums_at + 4 * (row * BLOCK + n - begin)
                     if row > 0 and row + ROWS >= rows:
-                        _last_tile(x_like, w_like, min(ROWS, rows - row), *addresses, size, stride)
+                        _last_tile(x_like, w_like, min(ROWS, rows - row), *addresses, size, BLOCK)
                     else:
-                        _first_tile(x_like, w_like, min(ROWS, rows - row), *addresses, size, stride)
+                        _first_tile(x_like, w_like, min(ROWS, rows - row), *addresses, size, BLOCK)
             if of_bytes:
                 scale, row_scale = array_at(scale_at, (outer,), FLOAT32), array_at(row_scale_at, (rows,), FLOAT32)
-                offsets = array_at(offsets_at, (outer,), sum_like)
+                offsets = array_at(offsets_at, (outer,), INT32)
                 _finish_bytes(sums, offsets, scale, row_scale, bias, out, rows, begin, min(end, outer), out_like)
             else:
                 _finish_floats(sums, bias, out, rows, begin, min(end, outer), out_like)
@@ -129,27 +128,27 @@ def _body(x_type: type[np.generic], w_type: type[np.generic], out_type: type[np.
 def multiply(
     x: Tensor, packed: Packed, bias: Tensor | None, scale: Tensor | None, row_scale: Tensor | None, out: Tensor
 ) -> None:
-    """Rows `x [M, K]` times a packed weight `[N, K]` into `out [M, N]`, float32 or bfloat16; all side by side in memory.
+    """Rows `x [.., K]` times a packed weight `[N, K]` into `out [.., N]`, float32 or bfloat16; all side by side in memory.
 
     Args:
         x: float32 or bfloat16 like the weight; for an int8 weight uint8, shifted by 128.
         packed: the weight.
         bias: `[N]` in the dtype of `out`.
-        scale, row_scale: `[N]` and `[M]` float32, with an int8 weight.
+        scale, row_scale: float32 of each output and of each row, with an int8 weight.
         out: what is written.
     """
     way, outer = WAYS[packed.source.dtype], packed.source.shape[0]
     if x.dtype == torch.bfloat16 and way.x is np.float32:
         x = x.float()
-    if x.shape[1] % way.values:
-        x = torch.nn.functional.pad(x, (0, -x.shape[1] % way.values))
-    rows, size = x.shape
-    sums = torch.empty((min(rows, ROWS_AT_ONCE), packed.steps.shape[0] * OUTPUTS), dtype=torch.float32)
+    if x.shape[-1] % way.values:
+        x = torch.nn.functional.pad(x, (0, -x.shape[-1] % way.values))
+    size = x.shape[-1]
+    rows = x.numel() // size
     body, alone = _body(way.x, way.w, type(ELEMENTS[out.dtype])).address, packed.steps.nbytes <= ALONE_BYTES
-    steps_at, sums_at, row_scale_at = packed.steps.data_ptr(), sums.data_ptr(), 0 if row_scale is None else row_scale.data_ptr()
+    steps_at, row_scale_at = packed.steps.data_ptr(), 0 if row_scale is None else row_scale.data_ptr()
     bias_at, scale_at, offsets_at = (0 if each is None else each.data_ptr() for each in (bias, scale, packed.offsets))
     for first in range(0, rows, ROWS_AT_ONCE):
         x_at, out_at = x.data_ptr() + first * size * x.itemsize, out.data_ptr() + first * outer * out.itemsize
         count = min(ROWS_AT_ONCE, rows - first)
-        addresses = [x_at, steps_at, sums_at, out_at, bias_at, scale_at, row_scale_at + 4 * first, offsets_at]
+        addresses = [x_at, steps_at, out_at, bias_at, scale_at, row_scale_at + 4 * first, offsets_at]
         run(body, [*addresses, count, size, outer], alone)

@@ -4,6 +4,7 @@ A thread takes a KV head of a row: scores of all its queries against all its key
 Keys and values are read once and in place. What a query comes to depends on nothing but itself and its keys, bit for bit.
 """
 
+from array import array
 from collections.abc import Callable
 from functools import cache
 
@@ -252,13 +253,16 @@ def uniform_decode_attention_numba(
     if not block_table.numel():
         return out.zero_()
     # Blocks may lie apart; a block may not.
-    k_cache, v_cache = (cache if cache[:1].is_contiguous() else cache.contiguous() for cache in (k_cache, v_cache))
+    k_cache, v_cache = (
+        cache if cache.stride()[1:] == (kv_heads * head_dim, head_dim, 1) else cache.contiguous()
+        for cache in (k_cache, v_cache)
+    )
     # Held until the call is over: an address keeps nothing alive.
     kept = q.contiguous(), k_cache, v_cache, as_index(block_table), as_index(seq_lens)
-    bounds, numbers = np.empty(2, np.int64), np.array([scale, softcap], np.float32)
-    addresses = [*(tensor.data_ptr() for tensor in kept), out.data_ptr(), bounds.ctypes.data, numbers.ctypes.data]
+    bounds, numbers = array("q", [0, 0]), array("f", [scale, softcap])
+    addresses = [*(tensor.data_ptr() for tensor in kept), out.data_ptr(), bounds.buffer_info()[0], numbers.buffer_info()[0]]
     strides = k_cache.stride(0) * k_cache.itemsize, v_cache.stride(0) * v_cache.itemsize
     sizes = [rows, query_len, heads, head_dim, kv_heads, block_size, *strides, block_table.shape[1], len(k_cache), window]
     run(_body(way, type(ELEMENTS[q.dtype])).address, addresses + sizes, alone=rows * kv_heads == 1)
-    require_blocks(*bounds.tolist(), len(k_cache))
+    require_blocks(*bounds, len(k_cache))
     return out

@@ -1,14 +1,15 @@
 """Train an EAGLE-3 head for a target on text that the target writes itself: `python -m stepgraph.model.drafters.train_eagle3`.
 
-Writes into the folder `--out`: `data/` (texts, in shards), `state.pt` (where training is), `hidden.bin` (the target's hidden
-states; may be deleted when training has ended), and `head/`, the head in the public
-layout with its `card.json`. Run again with the same arguments it goes on where it was; more `--data-minutes` or `--max-tokens`
-add to the data, but not once training has begun.
+Writes into the folder `--out`: `self-prompts.jsonl` (with `--self-prompts`), `data/` (texts, in shards), `state.pt` (where
+training is), `hidden.bin` (the target's hidden states; may be deleted when training has ended), and `head/`, the head in the
+public layout with its `card.json`. Run again with the same arguments it goes on where it was; more `--data-minutes` or
+`--max-tokens` add to the data, but not once training has begun.
 """
 
 import argparse
 import copy
 import json
+import math
 import os
 import shlex
 import sys
@@ -32,6 +33,7 @@ from stepgraph.model.quantize import WEIGHTS, quantize_int8
 from stepgraph.model.transformer import Transformer, pack_weights
 
 DRAFT_VOCAB = 8192
+LEAST = {"self_prompts": 0, "rows": 1, "shard_texts": 1, "max_len": 2, "passes": 1}  # what options have to be at least
 MODULE = "python -m stepgraph.model.drafters.train_eagle3"
 
 
@@ -85,6 +87,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the target; auto measures which is faster")
     add("--threads", type=int, help="CPU threads")
     return parser
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """A ValueError for a number that an option cannot be."""
+    for name, least in LEAST.items():
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; allowed is {least} or more")
+    for temperature in args.temperatures:
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"--temperatures has {temperature}; allowed are finite numbers, 0 or more")
 
 
 def faster_dtype(device: str) -> torch.dtype:
@@ -162,6 +174,7 @@ def write_data(loaded: LoadedModel, corpus: Corpus, args: argparse.Namespace) ->
 
 def train(args: argparse.Namespace) -> dict:
     """Data, training, head and card; returns the card."""
+    check_options(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     dtype = faster_dtype(args.device) if args.dtype == "auto" else getattr(torch, args.dtype)

@@ -1,7 +1,7 @@
 """Forward passes over whole texts side by side, for training.
 
-The paged ops of `stepgraph.kernels` keep each row's bits free of its neighbours, one row at a time on a CPU, and have no
-gradient. Here neither is wanted; the same weights give the same numbers up to rounding (`tests/model/test_training.py`).
+The paged ops of `stepgraph.kernels` keep each row's bits free of its neighbours and have no gradient. Here neither is wanted;
+the same weights give the same numbers up to rounding (`tests/model/test_training.py`).
 """
 
 from collections.abc import Sequence
@@ -33,11 +33,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     return out.view(batch, -1, group, query_len, head_dim).permute(0, 3, 1, 2, 4).flatten(2)
 
 
-def target_forward(
-    target: Transformer,
-    tokens: Tensor,
-    feature_layers: Sequence[int] = (),
-) -> tuple[Tensor, Tensor | None]:
+def target_forward(target: Transformer, tokens: Tensor, feature_layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
     """Final-normed hidden states `[B, Q, hidden]` and features `[B, Q, hidden * layers]` (None where none are asked for).
 
     Args:

@@ -67,20 +67,21 @@ def encode(text: str, tokenizer: Tokenizer | None, vocab_size: int, longest: int
     return tokenizer.encode(rendered, add_special_tokens=False)[:longest]
 
 
-def asked_by(target: Transformer, tokenizer: Tokenizer, count: int, rows: int, seed: int) -> Iterator[str]:
+def asked_by(target: Transformer, tokenizer: Tokenizer | None, count: int, rows: int, seed: int) -> Iterator[str]:
     """`count` different prompts, as the target thinks its users write: what it writes itself where a chat template has the
     user speak (Xu et al. 2024, "Magpie"). A target that was not trained on its users' words writes none that end.
 
     Raises:
-        ValueError: the target has no chat template, or one in twenty of what it writes would do at most.
+        ValueError: the target has no chat template that starts a user's words, or fewer positions than such prompts take, or
+            one in twenty of what it writes would do at most.
     """
-    mark = "\x00"
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise ValueError("the target has no chat template, so it cannot write prompts; --self-prompts 0 is allowed")
-    before = tokenizer.apply_chat_template([{"role": "user", "content": mark}]).partition(mark)[0]
-    start, ends = tokenizer.encode(before, add_special_tokens=False), set(tokenizer.eos_token_ids)
-    written = set()
-    options = {"rows": rows, "max_len": len(start) + ASKED_TOKENS, "eos": ends, "temperatures": (ASKED_TEMPERATURE,)}
+    start = _before_the_user(tokenizer)
+    if not start:
+        raise ValueError("the target has no chat template that starts a user's words; allowed is --self-prompts 0")
+    longest, ends, written = len(start) + ASKED_TOKENS, set(tokenizer.eos_token_ids), set()
+    if longest > target.max_positions:
+        raise ValueError(f"--self-prompts takes {longest} tokens for a prompt; allowed is --max-len {longest} or more")
+    options = {"rows": rows, "max_len": longest, "eos": ends, "temperatures": (ASKED_TEMPERATURE,)}
     for tries, text in enumerate(write_texts(target, itertools.repeat(start), seed=seed, **options), 1):
         prompt = tokenizer.decode(text.tokens[text.prompt_len : -1]).strip()
         if text.tokens[-1] in ends and prompt and prompt not in written:
@@ -90,3 +91,12 @@ def asked_by(target: Transformer, tokenizer: Tokenizer, count: int, rows: int, s
             return
         if tries > 20 * (len(written) + rows):
             raise ValueError(f"the target wrote {len(written)} prompts in {tries} tries; --self-prompts 0 is allowed")
+
+
+def _before_the_user(tokenizer: Tokenizer | None) -> list[int]:
+    """What a chat template puts before the words of its user; empty where it does not."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return []
+    mark = "\x00"
+    before, found, _ = tokenizer.apply_chat_template([{"role": "user", "content": mark}]).partition(mark)
+    return tokenizer.encode(before, add_special_tokens=False) if found else []

@@ -248,13 +248,13 @@ def test_a_number_that_an_option_cannot_be_is_named(tmp_path, capsys, option, va
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("block_size", [64, 8])
-def test_texts_are_what_the_target_would_write(block_size, monkeypatch):
-    """Greedy texts, of prompts of unlike length and with rows and their blocks reused, equal plain decoding."""
+@pytest.mark.parametrize(("rows", "block_size"), [(2, 64), (2, 8), (4, 8)])
+def test_texts_are_what_the_target_would_write(rows, block_size, monkeypatch):
+    """Greedy texts, of prompts of unlike length and with rows and their blocks reused, then moved, equal plain decoding."""
     monkeypatch.setattr("stepgraph.model.drafters.training.generate.BLOCK_SIZE", block_size)
     model = tiny_model(0)
     prompts = [[3, 1, 4], [7], [9, 8, 7, 6, 5, 4], [2, 2], [40, 41, 42, 43]]
-    texts = list(write_texts(model, prompts, rows=2, max_len=20, eos=(), seed=0, temperatures=(0.0,)))
+    texts = list(write_texts(model, prompts, rows=rows, max_len=20, eos=(), seed=0, temperatures=(0.0,)))
     assert sorted(text.tokens[: text.prompt_len] for text in texts) == sorted(prompts)
     for text in texts:
         step = tiny_step("none", model=model)

@@ -266,6 +266,13 @@ def test_texts_are_what_the_target_would_write(rows, block_size, monkeypatch):
         assert step.state.tokens(0, 0, 20) == text.tokens
 
 
+@pytest.mark.parametrize("length", [0, 20, 70])
+def test_a_prompt_without_a_place_is_refused(length):
+    """Beyond its blocks it would be written over itself."""
+    with pytest.raises(ValueError, match=f"a prompt has {length} tokens; allowed are 1 to 19"):
+        next(write_texts(tiny_model(0), [[3] * length], rows=2, max_len=20, eos=(), seed=0))
+
+
 def test_templates_are_filled_and_varied():
     prompts = list(islice(template_prompts(0), 3000))
     assert len(set(prompts)) == 3000

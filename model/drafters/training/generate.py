@@ -70,6 +70,9 @@ def write_texts(
         eos: ids that end a text (and belong to it).
         seed: of the draws; each prompt has one of `temperatures`.
         out_of_time: asked between steps; once true, texts under way end where they are.
+
+    Raises:
+        ValueError: a prompt is empty, or has no place in `max_len`.
     """
     waiting, ends, device = iter(prompts), set(eos), target.device
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
@@ -94,6 +97,8 @@ def write_texts(
                 if prompt is None:
                     exhausted = True
                     break
+                if not 0 < len(prompt) < max_len:
+                    raise ValueError(f"a prompt has {len(prompt)} tokens; allowed are 1 to {max_len - 1}")
                 texts[row] = Text(list(prompt), len(prompt))
                 lengths[row], last[row], temperature[row] = len(prompt) - 1, prompt[-1], rng.choice(temperatures)
                 fresh.append(row)

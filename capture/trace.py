@@ -22,7 +22,7 @@ from stepgraph.capture.phases import named_range, phase_of
 from stepgraph.capture.step import SpeculativeStep
 from stepgraph.kernels.registry import implementation_on_cpu, is_overridden
 
-# The same without the way through the registry of operators, which for a view is most of it.
+# Views as methods: the way through the registry of operators is most of what a view takes.
 METHODS = {torch.ops.aten.view.default: Tensor.view, torch.ops.aten.unbind.int: Tensor.unbind}
 
 
@@ -45,8 +45,8 @@ class TracedStep:
 
     @cached_property
     def bound(self) -> GraphModule:
-        """On the CPU the graph with each op of the project replaced by the function that the dispatcher would find for it:
-        the way there takes longer than many a small op. Elsewhere the graph itself.
+        """On the CPU the graph with each op of the project replaced by the function that the dispatcher would find for it, and
+        views by methods: the way there takes longer than many a small op. Elsewhere the graph itself.
         """
         return _bind(self.graph) if all(tensor.device.type == "cpu" for tensor in self.tensors) else self.graph
 

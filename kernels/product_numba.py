@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numba import typeof
 from torch import Tensor
 
 from stepgraph.kernels.jit import jit_for_threads
 from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, INT32, INT64, array_at, exact, narrow, thread_in_team, wide
 from stepgraph.kernels.openmp import run
 from stepgraph.kernels.packed import OUTPUTS, Packed
-from stepgraph.kernels.tile_ir import fuses, has, multiply_tile
+from stepgraph.kernels.tile_ir import fuses, has, multiply_tile, step_of
 
 ROWS = 4 if has("avx512f") else 1  # of a tile: its accumulators have to fit into registers
 ROWS_AT_ONCE = 256  # so that scratch memory has a bound
@@ -35,12 +36,12 @@ class Way(NamedTuple):
 def _ways() -> dict[torch.dtype, Way]:
     if not fuses():
         return {}
-    pairs = Way(32, np.uint16, np.uint16) if has("avx512bf16") else Way(16, np.float32, np.uint16)
-    return {
-        torch.float32: Way(16, np.float32, np.float32),
-        torch.bfloat16: pairs,
-        torch.int8: Way(64, np.uint8, np.int8),
+    pairs = {
+        torch.float32: (np.float32, np.float32),
+        torch.bfloat16: (np.uint16 if has("avx512bf16") else np.float32, np.uint16),
+        torch.int8: (np.uint8, np.int8),
     }
+    return {dtype: Way(step_of(*(typeof(kind(0)) for kind in pair)).values, *pair) for dtype, pair in pairs.items()}
 
 
 WAYS = _ways()

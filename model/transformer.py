@@ -165,6 +165,11 @@ class Transformer(nn.Module):
     def device(self) -> torch.device:
         return self.embed.device
 
+    @property
+    def output_rows(self) -> nn.Parameter:
+        """The output matrix `[V, hidden]`: `lm_head`, or the embeddings where they are tied."""
+        return self.embed if self.lm_head is None else self.lm_head
+
     def randomize(self, seed: int = 0) -> "Transformer":
         """Fill the weights with N(0, 1/inputs), norms near 1; for shapes without a checkpoint. Returns self."""
         randomize(self, seed)
@@ -205,5 +210,4 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` -> `[..., vocab]` in the model's dtype."""
-        weight = self.embed if self.lm_head is None else self.lm_head
-        return linear(hidden, weight, None, self.invariant_linear, self.lm_head_scale)
+        return linear(hidden, self.output_rows, None, self.invariant_linear, self.lm_head_scale)

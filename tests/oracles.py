@@ -72,7 +72,7 @@ def to_transformers(model: Transformer) -> transformers.PreTrainedModel:
         theirs = model_class(config_class(**fields))
 
     state = {"model.embed_tokens.weight": model.embed, "model.norm.weight": model.norm}
-    state["lm_head.weight"] = model.embed if model.lm_head is None else model.lm_head
+    state["lm_head.weight"] = model.output_rows
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}."

@@ -69,7 +69,7 @@ def hugging_face(model: Transformer) -> torch.nn.Module:
             f"{at}.input_layernorm.weight": layer.input_norm,
             f"{at}.post_attention_layernorm.weight": layer.post_norm,
         }
-    weights["lm_head.weight"] = model.embed if model.lm_head is None else model.lm_head
+    weights["lm_head.weight"] = model.output_rows
     theirs.load_state_dict(weights)
     return theirs.eval()
 

@@ -46,8 +46,7 @@ def load_eagle3(directory: Path, target: Transformer) -> Eagle3Head:
     head.target_ids.copy_(_target_ids(tensors, config, directory.name))
     filler = Filler(eagle3_views(head), directory.name)
     if "lm_head.weight" not in tensors and config.decoder.hidden_size == target.config.hidden_size:
-        rows = target.embed if target.lm_head is None else target.lm_head
-        tensors["lm_head.weight"] = rows.data[head.target_ids]
+        tensors["lm_head.weight"] = target.output_rows.data[head.target_ids]
     for name, tensor in tensors.items():
         if name not in ("d2t", "t2d") and filler.wants(name, SINGLE_FILE):
             filler.fill(name, tensor, SINGLE_FILE)

@@ -42,8 +42,7 @@ def new_head(
         for norm in (layer.input_norm, layer.hidden_norm, layer.post_norm):
             norm.fill_(1.0)
         head.norm.copy_(SOFTENED * target.norm)
-        rows = target.embed if target.lm_head is None else target.lm_head
-        head.lm_head.copy_(rows[head.target_ids])
+        head.lm_head.copy_(target.output_rows[head.target_ids])
         if warm:
             head.fc_weight.mul_(0.1)
             head.fc_weight[:, -hidden:] += torch.eye(hidden, device=target.device)
@@ -74,7 +73,7 @@ def widened(head: Eagle3Head, target: Transformer, target_ids: Tensor) -> Eagle3
     wider = Eagle3Head(eagle, device=head.device)
     wider.target_ids.copy_(target_ids)
     known = torch.searchsorted(wider.target_ids, head.target_ids)
-    rows = (target.embed if target.lm_head is None else target.lm_head)[wider.target_ids].float()
+    rows = target.output_rows[wider.target_ids].float()
     rows[known] = head.lm_head.float()
     wider.load_state_dict(head.state_dict() | {"lm_head": rows})
     return wider

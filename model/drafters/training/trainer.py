@@ -80,7 +80,7 @@ class Trainer:
             weight.requires_grad_(True)
         self.optimizer = torch.optim.AdamW(self.weights, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.steps, self.tokens, self.elapsed_s, self.epoch, self.batch_in_epoch = 0, 0, 0.0, 0, 0
-        self.output_rows = (target.embed if target.lm_head is None else target.lm_head).data[head.target_ids]
+        self.output_rows = target.output_rows.data[head.target_ids]
 
     def run(self, progress: bool = True) -> None:
         """Train until the budget is spent. Interrupted, it leaves its state behind; run again, it goes on from there."""

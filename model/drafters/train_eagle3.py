@@ -114,7 +114,7 @@ def faster_dtype(device: str) -> torch.dtype:
 
 
 def writer_of(target: Transformer, weights: str | None) -> Transformer:
-    """What texts are written with: the target, or a copy of it with int8 weights, at twice the rate on a CPU."""
+    """What texts are written with: the target, or a copy of it with int8 weights, somewhat faster on a CPU."""
     if weights is None:
         return target
     writer = copy.deepcopy(target)

@@ -70,6 +70,12 @@ def _array_at(address, shape, like):
     return lambda address, shape, like: carray(_pointer(address), shape, dtype)
 
 
+@exact
+def address_of(array):
+    """The address of an array, with which one can reckon: as Numba has it, without a sign, a sum with it is a float."""
+    return np.int64(array.ctypes.data)
+
+
 def wide(value):
     """In a kernel: an element as float32."""
     raise NotImplementedError("for kernels only")

@@ -14,7 +14,18 @@ from numba import typeof
 from torch import Tensor
 
 from stepgraph.kernels.jit import jit_for_threads
-from stepgraph.kernels.numba_support import ELEMENTS, FLOAT32, INT32, INT64, array_at, exact, narrow, thread_in_team, wide
+from stepgraph.kernels.numba_support import (
+    ELEMENTS,
+    FLOAT32,
+    INT32,
+    INT64,
+    address_of,
+    array_at,
+    exact,
+    narrow,
+    thread_in_team,
+    wide,
+)
 from stepgraph.kernels.openmp import run
 from stepgraph.kernels.packed import OUTPUTS, Packed
 from stepgraph.kernels.tile_ir import fuses, has, multiply_tile, step_of
@@ -47,23 +58,23 @@ def _ways() -> dict[torch.dtype, Way]:
 WAYS = _ways()
 
 
-def _tile_for(again: int) -> Callable:
-    """`multiply_tile` for any number of rows; numbers that it takes as constants have to be written out."""
+def tile_for(again: int, in_turns: int) -> Callable:
+    """`multiply_tile` for 1 to 4 rows; numbers that it takes as constants have to be written out."""
 
-    def tile(x_like, w_like, rows, x_at, w_at, sums_at, size, stride):
+    def tile(x_like, w_like, rows, x_at, w_at, apart, sums_at, size, stride):
         if rows == 4:
-            multiply_tile(x_like, w_like, 4, again, x_at, w_at, 0, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 4, again, in_turns, x_at, w_at, apart, sums_at, size, stride)
         elif rows == 3:
-            multiply_tile(x_like, w_like, 3, again, x_at, w_at, 0, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 3, again, in_turns, x_at, w_at, apart, sums_at, size, stride)
         elif rows == 2:
-            multiply_tile(x_like, w_like, 2, again, x_at, w_at, 0, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 2, again, in_turns, x_at, w_at, apart, sums_at, size, stride)
         else:
-            multiply_tile(x_like, w_like, 1, again, x_at, w_at, 0, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 1, again, in_turns, x_at, w_at, apart, sums_at, size, stride)
 
     return exact(tile)
 
 
-_first_tile, _last_tile = _tile_for(0), _tile_for(1)
+_first_tile, _last_tile = tile_for(again=0, in_turns=1), tile_for(again=1, in_turns=1)
 
 
 @exact
@@ -104,18 +115,19 @@ def _body(x_type: type[np.generic], w_type: type[np.generic], out_type: type[np.
         number, count = thread_in_team(number_at, count_at)
         tiles = -(-outer // OUTPUTS)
         sums, out = np.empty((rows, BLOCK), sum_type), array_at(out_at, (rows, outer), out_like)
-        sums_at = np.int64(sums.ctypes.data)
+        sums_at = address_of(sums)
         bias = array_at(bias_at, (outer if bias_at else 0,), out_like)
         last = tiles * (number + 1) // count * OUTPUTS
         for begin in range(tiles * number // count * OUTPUTS, last, BLOCK):
             end = min(begin + BLOCK, last)
             for n in range(begin, end, OUTPUTS):
                 for row in range(0, rows, ROWS):
-                    addresses = x_at + row * size * x_size, w_at + n * size * w_size, sums_at + 4 * (row * BLOCK + n - begin)
+                    read = x_at + row * size * x_size, w_at + n * size * w_size, 0
+                    written = sums_at + 4 * (row * BLOCK + n - begin)
                     if row > 0 and row + ROWS >= rows:
-                        _last_tile(x_like, w_like, min(ROWS, rows - row), *addresses, size, BLOCK)
+                        _last_tile(x_like, w_like, min(ROWS, rows - row), *read, written, size, BLOCK)
                     else:
-                        _first_tile(x_like, w_like, min(ROWS, rows - row), *addresses, size, BLOCK)
+                        _first_tile(x_like, w_like, min(ROWS, rows - row), *read, written, size, BLOCK)
             if of_bytes:
                 scale, row_scale = array_at(scale_at, (outer,), FLOAT32), array_at(row_scale_at, (rows,), FLOAT32)
                 offsets = array_at(offsets_at, (outer,), INT32)

@@ -148,18 +148,18 @@ def _folded(builder: ir.IRBuilder, totals: list[ir.Value], add: Callable) -> ir.
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tile(typing_context, x_like, w_like, rows, again, x_at, w_at, apart, sums_at, size, stride):
+def multiply_tile(typing_context, x_like, w_like, rows, again, in_turns, x_at, w_at, apart, sums_at, size, stride):
     """In a kernel: `rows` (1 .. 4, a constant) rows at `x_at`, of `size` values, a multiple of a step's, times four outputs,
     into `sums[m * stride + n]` at `sums_at`: float32, or int32 if bytes are multiplied. The outputs' values start at `w_at`,
-    `apart` bytes from one output to the next, or where that is the constant 0 their steps take turns.
+    `apart` bytes from one output to the next, or if `in_turns` (0 or 1, a constant) their steps take turns.
     `again` (0 or 1, a constant): these weights were just read for other rows; meanwhile those that follow them are fetched.
     """
-    given, count, again = (x_like, w_like, rows, again), rows.literal_value, again.literal_value
-    in_turns = getattr(apart, "literal_value", None) == 0
+    given = x_like, w_like, rows, again, in_turns
+    count, again, in_turns = rows.literal_value, again.literal_value, in_turns.literal_value
 
     def generate(context, builder, signature, args):
         step = step_of(*signature.args[:2])
-        x_at, w_at, apart, sums_at, size, stride = args[4:]
+        x_at, w_at, apart, sums_at, size, stride = args[5:]
         x_bytes, w_bytes = (vector.get_abi_size(context.target_data) for vector in (step.x, step.w))
         before, loop, after = builder.block, builder.append_basic_block("steps"), builder.append_basic_block("fold")
 
@@ -205,4 +205,4 @@ def multiply_tile(typing_context, x_like, w_like, rows, again, x_at, w_at, apart
             builder.store(part, builder.inttoptr(at, ir.PointerType(part.type)), align=4)
         return context.get_dummy_value()
 
-    return types.void(*given, types.int64, types.int64, apart, *[types.int64] * 3), generate
+    return types.void(*given, *[types.int64] * 6), generate

@@ -19,6 +19,7 @@ from stepgraph.kernels.numba_support import (
     ELEMENTS,
     FLOAT32,
     INT64,
+    address_of,
     array_at,
     as_index,
     exact,
@@ -30,8 +31,8 @@ from stepgraph.kernels.numba_support import (
 )
 from stepgraph.kernels.openmp import run
 from stepgraph.kernels.packed import OUTPUTS
-from stepgraph.kernels.product_numba import ROWS, WAYS, Way
-from stepgraph.kernels.tile_ir import LANES, multiply_tile
+from stepgraph.kernels.product_numba import ROWS, WAYS, Way, tile_for
+from stepgraph.kernels.tile_ir import LANES
 
 
 @kernel
@@ -63,21 +64,8 @@ def _bounds(table):
     return least, largest
 
 
-@exact
-def _score_tile(x_like, w_like, queries, q_at, k_at, apart, scores_at, size, stride):
-    """`multiply_tile` for 1 to 4 queries; numbers that it takes as constants have to be written out."""
-    if queries == 4:
-        multiply_tile(x_like, w_like, 4, 0, q_at, k_at, apart, scores_at, size, stride)
-    elif queries == 3:
-        multiply_tile(x_like, w_like, 3, 0, q_at, k_at, apart, scores_at, size, stride)
-    elif queries == 2:
-        multiply_tile(x_like, w_like, 2, 0, q_at, k_at, apart, scores_at, size, stride)
-    else:
-        multiply_tile(x_like, w_like, 1, 0, q_at, k_at, apart, scores_at, size, stride)
-
-
 def _values_for(vectors: int) -> Callable:
-    """The same for `add_weighted`."""
+    """`add_weighted` for 1 to 4 queries, as `tile_for` is for products."""
 
     def add(v_like, queries, weights_at, weights_apart, v_at, v_apart, count, totals_at, apart):
         if queries == 4:
@@ -92,22 +80,22 @@ def _values_for(vectors: int) -> Callable:
     return exact(add)
 
 
+_score_tile = tile_for(again=0, in_turns=0)
 _add_one, _add_four = _values_for(1), _values_for(VECTORS)
 
 
 @exact
-def _padded(source_at, apart, rows, size, out, like):
-    """`rows` times `size` values into `out [>= rows, >= size]`, which stays 0 elsewhere."""
+def _readable(at, apart, rows, size, near, in_place, like):
+    """Where `rows` times `size` values can be read by whole tiles, and how many bytes rows are apart: where they are, or else
+    copied into `near [>= rows, >= size]`, which stays 0 elsewhere.
+    """
+    if in_place:
+        return at, apart
     for row in range(rows):
-        source = array_at(source_at + row * apart, (size,), like)
+        source = array_at(at + row * apart, (size,), like)
         for d in range(size):
-            out[row, d] = source[d]
-
-
-@exact
-def _at(array):
-    """The address of an array, with which one can reckon: as Numba has it, without a sign, a sum with it is a float."""
-    return np.int64(array.ctypes.data)
+            near[row, d] = source[d]
+    return address_of(near), near.shape[1] * near.itemsize
 
 
 @exact
@@ -119,15 +107,15 @@ def _range(first, i, window, capacity):
 
 @exact
 def _add_values(v_like, v_size, weights, totals, j, count, low, high, v_at, v_apart):
-    """Add values of the keys `low .. high - 1`, of which the first is at `v_at`, to the totals of `count` queries from j on."""
+    """Add values of the keys `low .. high - 1` to the totals of `count` queries from j on; key 0's would be at `v_at`."""
     keys, size = weights.shape[1], totals.shape[1]
-    weights_at = _at(weights) + 4 * (j * keys + low)
+    weights_at = address_of(weights) + 4 * (j * keys + low)
     for d in range(0, size, LANES if size % (VECTORS * LANES) else VECTORS * LANES):
-        read = weights_at, 4 * keys, v_at + d * v_size, v_apart, high - low
+        read = weights_at, 4 * keys, v_at + low * v_apart + d * v_size, v_apart, high - low
         if size % (VECTORS * LANES):
-            _add_one(v_like, count, *read, _at(totals) + 4 * (j * size + d), 4 * size)
+            _add_one(v_like, count, *read, address_of(totals) + 4 * (j * size + d), 4 * size)
         else:
-            _add_four(v_like, count, *read, _at(totals) + 4 * (j * size + d), 4 * size)
+            _add_four(v_like, count, *read, address_of(totals) + 4 * (j * size + d), 4 * size)
 
 
 @exact
@@ -135,25 +123,24 @@ def _add_block(v_like, v_size, weights, totals, groups, first, window, capacity,
     """Add values of the keys `begin .. end - 1`, of which the first is at `v_at`, to the totals of the queries that see them:
     four queries at once for the keys that all of them see, each alone for those before and after.
     """
+    v_at -= begin * v_apart
     for j in range(0, len(totals), ROWS):
         count = min(ROWS, len(totals) - j)
         start = _range(first, (j + count - 1) // groups, window, capacity)[0]
         stop = _range(first, j // groups, window, capacity)[1]
         start = min(max(start, begin), end)
         stop = min(max(stop, start), end)
-        for part in range(3):
-            if part == 1:
-                if stop > start:
-                    at = v_at + (start - begin) * v_apart
-                    _add_values(v_like, v_size, weights, totals, j, count, start, stop, at, v_apart)
+        for low, high, together in ((begin, start, False), (start, stop, True), (stop, end, False)):
+            if high <= low:
                 continue
-            edge, last = (begin, start) if part == 0 else (stop, end)
-            for m in range(j, j + count if last > edge else j):
-                low, high = _range(first, m // groups, window, capacity)
-                low, high = max(low, edge), min(high, last)
-                if high > low:
-                    at = v_at + (low - begin) * v_apart
-                    _add_values(v_like, v_size, weights, totals, m, 1, low, high, at, v_apart)
+            if together:
+                _add_values(v_like, v_size, weights, totals, j, count, low, high, v_at, v_apart)
+                continue
+            for m in range(j, j + count):
+                seen = _range(first, m // groups, window, capacity)
+                seen_low, seen_high = max(low, seen[0]), min(high, seen[1])
+                if seen_high > seen_low:
+                    _add_values(v_like, v_size, weights, totals, m, 1, seen_low, seen_high, v_at, v_apart)
 
 
 @cache
@@ -198,26 +185,22 @@ def _body(way: Way, element_type: type[np.generic]) -> Callable:
                     value = q[row, j // groups, kv_head * groups + j % groups, d]
                     wanted[j, d] = value if same else wide(value)
             for block in range(begin // block_size, -(-stored // block_size)):
-                at, apart = k_at + table[row, block] * k_stride + kv_head * head_dim * w_size, line
+                at = k_at + table[row, block] * k_stride + kv_head * head_dim * w_size
                 inside = min(block_size, stored - block * block_size)
-                if not in_place:
-                    _padded(at, line, inside, head_dim, near, w_like)
-                    at, apart = _at(near), size * w_size
+                at, apart = _readable(at, line, inside, head_dim, near, in_place, w_like)
                 for s in range(0, inside, OUTPUTS):
                     for j in range(0, queries, ROWS):
-                        read = _at(wanted) + j * size * x_size, at + s * apart, apart
-                        written = _at(scores) + 4 * (j * scores.shape[1] + block * block_size + s)
+                        read = address_of(wanted) + j * size * x_size, at + s * apart, apart
+                        written = address_of(scores) + 4 * (j * scores.shape[1] + block * block_size + s)
                         _score_tile(x_like, w_like, min(ROWS, queries - j), *read, written, size, scores.shape[1])
             for j in range(queries):
                 start, stop = _range(first, j // groups, window, capacity)
                 mass[j] = _softmax(scores[j, start:stop], numbers[0], numbers[1])
             totals[:] = np.float32(0)
             for block in range(begin // block_size, -(-stored // block_size)):
-                at, apart = v_at + table[row, block] * v_stride + kv_head * head_dim * w_size, line
+                at = v_at + table[row, block] * v_stride + kv_head * head_dim * w_size
                 inside = min(block_size, stored - block * block_size)
-                if not in_place:
-                    _padded(at, line, inside, head_dim, near, w_like)
-                    at, apart = _at(near), size * w_size
+                at, apart = _readable(at, line, inside, head_dim, near, in_place, w_like)
                 edges = block * block_size, block * block_size + inside
                 _add_block(w_like, w_size, scores, totals, groups, first, window, capacity, *edges, at, apart)
             for j in range(queries):

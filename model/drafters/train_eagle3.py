@@ -10,7 +10,6 @@ import argparse
 import copy
 import json
 import math
-import os
 import shlex
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
+from stepgraph.kernels.output import write_whole
 from stepgraph.model.checkpoint import LoadedModel, load_model
 from stepgraph.model.checkpoint.eagle3 import load_eagle3, save_eagle3
 from stepgraph.model.drafters.training.card import CARD, card
@@ -132,24 +132,24 @@ def self_prompts(loaded: LoadedModel, writer: Transformer, args: argparse.Namesp
         asked = asked_by(writer, loaded.tokenizer, args.self_prompts, args.rows, args.seed)
         lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in tqdm(asked, "prompts", args.self_prompts)]
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(lines), encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, "".join(lines))
     return [path]
 
 
 def write_data(loaded: LoadedModel, corpus: Corpus, args: argparse.Namespace) -> None:
     """Add shards to the corpus until its budget of minutes or tokens is spent."""
-    target, tokenizer = writer_of(loaded.model, args.text_weights), loaded.tokenizer
-    files = [*args.prompts, *self_prompts(loaded, target, args)]
     minutes = args.data_minutes if args.data_minutes is not None else (None if args.max_tokens else 20.0)
-    eos = tokenizer.eos_token_ids if tokenizer else target.config.eos_token_ids
 
     def left() -> bool:
         return (args.max_tokens is None or corpus.tokens < args.max_tokens) and (
             minutes is None or corpus.seconds < 60 * minutes
         )
 
+    if not left():
+        return
+    target, tokenizer = writer_of(loaded.model, args.text_weights), loaded.tokenizer
+    files = [*args.prompts, *self_prompts(loaded, target, args)]
+    eos = tokenizer.eos_token_ids if tokenizer else target.config.eos_token_ids
     with tqdm(desc="writing", unit="tok", unit_scale=True, initial=corpus.tokens, total=args.max_tokens) as bar:
         while left():
             # Shard i depends on the seed and on i alone, so an interrupted run writes the same ones.

@@ -109,11 +109,8 @@ def write_texts(
         if exhausted and 2 * len(busy) <= rows:  # the tail: no more prompts, so idle rows would only cost time
             lengths, last, temperature, table = (values[busy] for values in (lengths, last, temperature, table))
             texts, rows = [texts[row] for row in busy], len(busy)
-            busy = list(range(rows))
-        live = torch.zeros(rows, dtype=torch.bool)
-        live[busy] = True
-        at = lengths.to(device)
-        query = query_rows(at, 1, table, BLOCK_SIZE, live.to(device), at + 1)
+        at, live = lengths.to(device), torch.tensor([text is not None for text in texts], device=device)
+        query = query_rows(at, 1, table, BLOCK_SIZE, live, at + 1)
         hidden = target.hidden(last[:, None].to(device), query, kv)
         uniform = torch.rand(rows, 1, generator=generator)
         last = sample(target.logits(hidden[:, 0]), temperature.to(device), uniform.to(device)).cpu()

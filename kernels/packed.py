@@ -1,10 +1,13 @@
 """A weight once more in the order in which the CPU's products read it: kept beside it, for as long as it is the same."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as padded
+
+from stepgraph.kernels.memory import zeros
 
 OUTPUTS = 4  # that a product reads the weights of in turns
 OFFSET = 128  # added to 8-bit activations: the fast instructions want them without a sign
@@ -33,29 +36,40 @@ class Packed:
         return set, ()
 
 
-def pack(weight: Tensor) -> bool:
-    """Keep beside a CPU weight `[N, K]` of float32, bfloat16 or int8 what makes `linear` fast with it, where there are compiled
-    products for it; says whether there are.
+def pack(*weights: Tensor) -> bool:
+    """Keep beside CPU weights `[N, K]` of float32, bfloat16 or int8 what makes `linear` fast with them, as far as there are
+    compiled products for them; says whether there are for all.
 
-    It takes the weight's memory once more. A weight that is changed in place, moved or replaced is packed no more. A write that
-    torch does not count goes unseen: through `.data`, NumPy or a fused optimizer. Of an inference tensor it counts none, so
-    that one is not packed.
+    It takes the weights' memory once more, side by side in the order given, which best is the order of use; it goes back when
+    none of them needs it. A weight that is changed in place, moved or replaced is packed no more. A write that torch does not
+    count goes unseen: through `.data`, NumPy or a fused optimizer. Of an inference tensor it counts none, so that one is not
+    packed.
     """
-    if weight.dim() != 2 or weight.numel() == 0 or weight.device.type != "cpu" or weight.is_inference():
-        return False
-    if weight.dtype == torch.int8 and weight.shape[1] > MAX_INT8_INPUTS:
-        return False
-    values = values_in_step(weight.dtype)
-    if values == 0:
-        return False
-    if packed_form(weight) is None:
-        source = weight.detach()
-        outer, inner = weight.shape
-        steps = padded(source, (0, -inner % values, 0, -outer % OUTPUTS))
-        steps = steps.view(-(-outer // OUTPUTS), OUTPUTS, -1, values).transpose(1, 2).contiguous()
+    able = [weight for weight in weights if _can_be_packed(weight)]
+    wanted = [weight for weight in able if packed_form(weight) is None]
+    shapes = [_shape(weight) for weight in wanted]
+    sizes = [math.prod(shape) * weight.itemsize for shape, weight in zip(shapes, wanted, strict=True)]
+    memory = zeros([sum(sizes)], torch.uint8).split(sizes)
+    for weight, shape, part in zip(wanted, shapes, memory, strict=True):
+        source, (outer, inner) = weight.detach(), weight.shape
+        steps = part.view(weight.dtype).view(shape)
+        filled = padded(source, (0, shape[1] * shape[3] - inner, 0, shape[0] * OUTPUTS - outer))
+        steps.copy_(filled.view(shape[0], OUTPUTS, shape[1], shape[3]).transpose(1, 2))
         offsets = OFFSET * source.sum(1, dtype=torch.int32) if weight.dtype == torch.int8 else None
         weight.packed = Packed(steps, offsets, source, weight._version)
-    return True
+    return len(able) == len(weights)
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    if weight.dim() != 2 or weight.numel() == 0 or weight.device.type != "cpu" or weight.is_inference():
+        return False
+    return values_in_step(weight.dtype) > 0 and not (weight.dtype == torch.int8 and weight.shape[1] > MAX_INT8_INPUTS)
+
+
+def _shape(weight: Tensor) -> tuple[int, int, int, int]:
+    """Of its `Packed.steps`."""
+    values = values_in_step(weight.dtype)
+    return -(-weight.shape[0] // OUTPUTS), -(-weight.shape[1] // values), OUTPUTS, values
 
 
 def values_in_step(dtype: torch.dtype) -> int:

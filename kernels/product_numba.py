@@ -33,6 +33,7 @@ from stepgraph.kernels.tile_ir import fuses, has, multiply_tile, step_of
 ROWS = 4 if has("avx512f") else 1  # of a tile: its accumulators have to fit into registers
 ROWS_AT_ONCE = 256  # so that scratch memory has a bound
 BLOCK = 128  # outputs whose sums a thread finishes while they are near
+AHEAD_BYTES = 1 << 14  # of the weight, which come from memory while the products of a tile are summed
 ALONE_BYTES = 1 << 17  # a weight that is read before another thread has woken up
 
 
@@ -58,23 +59,23 @@ def _ways() -> dict[torch.dtype, Way]:
 WAYS = _ways()
 
 
-def tile_for(again: int, in_turns: int) -> Callable:
+def tile_for(fetches: int, in_turns: int) -> Callable:
     """`multiply_tile` for 1 to 4 rows; numbers that it takes as constants have to be written out."""
 
-    def tile(x_like, w_like, rows, x_at, w_at, apart, sums_at, size, stride):
+    def tile(x_like, w_like, rows, x_at, w_at, apart, fetch_at, sums_at, size, stride):
         if rows == 4:
-            multiply_tile(x_like, w_like, 4, again, in_turns, x_at, w_at, apart, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 4, fetches, in_turns, x_at, w_at, apart, fetch_at, sums_at, size, stride)
         elif rows == 3:
-            multiply_tile(x_like, w_like, 3, again, in_turns, x_at, w_at, apart, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 3, fetches, in_turns, x_at, w_at, apart, fetch_at, sums_at, size, stride)
         elif rows == 2:
-            multiply_tile(x_like, w_like, 2, again, in_turns, x_at, w_at, apart, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 2, fetches, in_turns, x_at, w_at, apart, fetch_at, sums_at, size, stride)
         else:
-            multiply_tile(x_like, w_like, 1, again, in_turns, x_at, w_at, apart, sums_at, size, stride)
+            multiply_tile(x_like, w_like, 1, fetches, in_turns, x_at, w_at, apart, fetch_at, sums_at, size, stride)
 
     return exact(tile)
 
 
-_first_tile, _last_tile = tile_for(again=0, in_turns=1), tile_for(again=1, in_turns=1)
+_tile, _fetching_tile = tile_for(fetches=0, in_turns=1), tile_for(fetches=1, in_turns=1)
 
 
 @exact
@@ -122,12 +123,15 @@ def _body(x_type: type[np.generic], w_type: type[np.generic], out_type: type[np.
             end = min(begin + BLOCK, last)
             for n in range(begin, end, OUTPUTS):
                 for row in range(0, rows, ROWS):
-                    read = x_at + row * size * x_size, w_at + n * size * w_size, 0
+                    tile_at = w_at + n * size * w_size
+                    fetch_at = tile_at + AHEAD_BYTES + row // ROWS * (OUTPUTS // 2 * size * w_size)
+                    read = x_at + row * size * x_size, tile_at, 0, fetch_at
                     written = sums_at + 4 * (row * BLOCK + n - begin)
-                    if row > 0 and row + ROWS >= rows:
-                        _last_tile(x_like, w_like, min(ROWS, rows - row), *read, written, size, BLOCK)
+                    # Rows of one tile only wait for memory, and it is the processor that knows best what to fetch for them.
+                    if rows > ROWS and row < 2 * ROWS:
+                        _fetching_tile(x_like, w_like, min(ROWS, rows - row), *read, written, size, BLOCK)
                     else:
-                        _first_tile(x_like, w_like, min(ROWS, rows - row), *read, written, size, BLOCK)
+                        _tile(x_like, w_like, min(ROWS, rows - row), *read, written, size, BLOCK)
             if of_bytes:
                 scale, row_scale = array_at(scale_at, (outer,), FLOAT32), array_at(row_scale_at, (rows,), FLOAT32)
                 offsets = array_at(offsets_at, (outer,), INT32)

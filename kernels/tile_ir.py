@@ -70,9 +70,12 @@ def _call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) ->
 
 
 def _prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Into the nearest cache, to be read; what does not exist is not fetched, and is no error."""
+    """Into the second cache, to be read; what does not exist is not fetched, and is no error.
+
+    Not into the first: the few misses that it keeps track of at a time are what loads then wait for.
+    """
     pointer = builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
-    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(INT32, value) for value in (0, 3, 1)))
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *(ir.Constant(INT32, value) for value in (0, 2, 1)))
 
 
 def fused(builder, total, x, w):
@@ -148,18 +151,18 @@ def _folded(builder: ir.IRBuilder, totals: list[ir.Value], add: Callable) -> ir.
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tile(typing_context, x_like, w_like, rows, again, in_turns, x_at, w_at, apart, sums_at, size, stride):
+def multiply_tile(typing_context, x_like, w_like, rows, fetches, in_turns, x_at, w_at, apart, fetch_at, sums_at, size, stride):
     """In a kernel: `rows` (1 .. 4, a constant) rows at `x_at`, of `size` values, a multiple of a step's, times four outputs,
     into `sums[m * stride + n]` at `sums_at`: float32, or int32 if bytes are multiplied. The outputs' values start at `w_at`,
     `apart` bytes from one output to the next, or if `in_turns` (0 or 1, a constant) their steps take turns.
-    `again` (0 or 1, a constant): these weights were just read for other rows; meanwhile those that follow them are fetched.
+    `fetches` (0 or 1, a constant): meanwhile half as many bytes as the weights have are fetched, from `fetch_at` on.
     """
-    given = x_like, w_like, rows, again, in_turns
-    count, again, in_turns = rows.literal_value, again.literal_value, in_turns.literal_value
+    given = x_like, w_like, rows, fetches, in_turns
+    count, fetches, in_turns = rows.literal_value, fetches.literal_value, in_turns.literal_value
 
     def generate(context, builder, signature, args):
         step = step_of(*signature.args[:2])
-        x_at, w_at, apart, sums_at, size, stride = args[5:]
+        x_at, w_at, apart, fetch_at, sums_at, size, stride = args[5:]
         x_bytes, w_bytes = (vector.get_abi_size(context.target_data) for vector in (step.x, step.w))
         before, loop, after = builder.block, builder.append_basic_block("steps"), builder.append_basic_block("fold")
 
@@ -177,10 +180,9 @@ def multiply_tile(typing_context, x_like, w_like, rows, again, in_turns, x_at, w
         builder.position_at_end(loop)
         number, totals = builder.phi(INT64), [builder.phi(step.total) for _ in range(count * OUTPUTS)]
         step_at = builder.add(w_at, builder.mul(number, constant((OUTPUTS if in_turns else 1) * w_bytes)))
-        if again:
-            following_at = builder.add(step_at, builder.mul(steps, constant(OUTPUTS * w_bytes)))
-            for offset in range(0, OUTPUTS * w_bytes, LINE_BYTES):
-                _prefetch(builder, builder.add(following_at, constant(offset)))
+        for offset in range(0, OUTPUTS * w_bytes // 2 if fetches else 0, LINE_BYTES):
+            from_at = builder.mul(number, constant(OUTPUTS * w_bytes // 2))
+            _prefetch(builder, builder.add(builder.add(fetch_at, from_at), constant(offset)))
         steps_at = [
             builder.add(step_at, constant(output * w_bytes) if in_turns else builder.mul(apart, constant(output)))
             for output in range(OUTPUTS)
@@ -205,4 +207,4 @@ def multiply_tile(typing_context, x_like, w_like, rows, again, in_turns, x_at, w
             builder.store(part, builder.inttoptr(at, ir.PointerType(part.type)), align=4)
         return context.get_dummy_value()
 
-    return types.void(*given, *[types.int64] * 6), generate
+    return types.void(*given, *[types.int64] * 7), generate

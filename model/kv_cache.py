@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from stepgraph.kernels.memory import zeros
 from stepgraph.model.config import ModelConfig
 
 
@@ -23,7 +24,9 @@ class PagedKV(nn.Module):
     ):
         super().__init__()
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.register_buffer("storage", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        on_cpu = torch.device(device).type == "cpu"
+        storage = zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        self.register_buffer("storage", storage, persistent=False)
 
     @property
     def num_blocks(self) -> int:

@@ -112,9 +112,7 @@ def multiplied(module: nn.Module) -> list[nn.Parameter]:
 
 def pack_weights(module: nn.Module) -> None:
     """Pack what `module` multiplies with, once its weights are what they shall be (`stepgraph.kernels.packed.pack`)."""
-    for weight in multiplied(module):
-        if not pack(weight):
-            return
+    pack(*multiplied(module))
 
 
 class Transformer(nn.Module):

@@ -80,7 +80,7 @@ def _values_for(vectors: int) -> Callable:
     return exact(add)
 
 
-_score_tile = tile_for(again=0, in_turns=0)
+_score_tile = tile_for(fetches=0, in_turns=0)
 _add_one, _add_four = _values_for(1), _values_for(VECTORS)
 
 
@@ -190,7 +190,7 @@ def _body(way: Way, element_type: type[np.generic]) -> Callable:
                 at, apart = _readable(at, line, inside, head_dim, near, in_place, w_like)
                 for s in range(0, inside, OUTPUTS):
                     for j in range(0, queries, ROWS):
-                        read = address_of(wanted) + j * size * x_size, at + s * apart, apart
+                        read = address_of(wanted) + j * size * x_size, at + s * apart, apart, 0
                         written = address_of(scores) + 4 * (j * scores.shape[1] + block * block_size + s)
                         _score_tile(x_like, w_like, min(ROWS, queries - j), *read, written, size, scores.shape[1])
             for j in range(queries):
